@@ -1,4 +1,4 @@
-"""prm-toolkit: process reward models for LLM agents. What is here is the public surface; torch loads when it is used."""
+"""prm-toolkit: process reward models for LLM agents. The public surface; torch loads when it is used."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""The command line: one function a command. This is the one file that may import the wings, and only inside functions."""
+"""The command line: one function a command. The one file that may import the wings, inside functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from prm.config import Positional, option, parse, save
 from prm.errors import DataError, PrmError, UsageError
-from prm.records import Trajectory, read_jsonl
+from prm.records import Trajectory, append_jsonl, read_jsonl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def convert(argv: list[str]) -> int:
 
     from prm import formats
     from prm.config import write_text
-    from prm.records import append_jsonl, dump_json
+    from prm.records import dump_json
 
     @dataclass(frozen=True)
     class ConvertConfig:
@@ -63,7 +63,8 @@ def convert(argv: list[str]) -> int:
         split: str | None = option(None, "how reasoning text becomes steps", choices=("blank-line", "line"))
         skip_bad: bool = option(False, "count bad rows and go on")
 
-    where, config = parse("convert", convert.__doc__ or "", [Positional("in", "the file to read")], [ConvertConfig], argv)
+    places = [Positional("in", "the file to read")]
+    where, config = parse("convert", convert.__doc__ or "", places, [ConvertConfig], argv)
     refuse_existing(config.out)
     converted = formats.convert(getattr(where, "in"), kind=config.kind, split=config.split, skip_bad=config.skip_bad)
     if config.to == "trl":
@@ -82,7 +83,95 @@ def convert(argv: list[str]) -> int:
     return 0
 
 
-# --- shared by the commands ---------------------------------------------------------------------------------------------
+def rollout(argv: list[str]) -> int:
+    """play episodes of a policy in an environment"""
+    from prm.config import progress
+    from prm.env import EnvConfig
+    from rl.policies import PolicyConfig, load_policy
+    from rl.rollout import RolloutConfig, episodes, failed_action, named
+
+    description = rollout.__doc__ or ""
+    _, where, policy_config, config = parse("rollout", description, [], [EnvConfig, PolicyConfig, RolloutConfig], argv)
+    make = where.factory()
+    there = read_jsonl(config.out, Trajectory) if Path(config.out).exists() else []
+    done = {t.meta.get("seed") for t in there}
+    seeds = [s for s in range(config.seed, config.seed + config.n) if s not in done]
+    policy = load_policy(policy_config) if seeds else None
+    if policy:
+        save(config.out, "rollout", where, policy_config, config)
+    bar = progress(config.n, "rollout", "episode", initial=config.n - len(seeds))
+    good, failed = [t.outcome for t in there if t.outcome is not None], 0
+    played = episodes(policy, make, seeds, batch=config.batch, max_steps=config.max_steps) if policy else ()
+    for _, episode in played:
+        if failed_action(episode):
+            failed += 1
+        else:
+            meta = {"env": where.env, "env_args": where.env_args} | named(policy)
+            append_jsonl(config.out, episode.trajectory(**meta))
+            if episode.outcome is not None:
+                good.append(episode.outcome)
+        bar.update()
+    bar.close()
+    if failed:
+        reason = getattr(policy, "errors", None) or ["no reason given"]
+        print(f"{failed} of {len(seeds)} episodes failed, the last reason: {reason[-1]}", file=sys.stderr)
+        if failed == len(seeds):
+            return 1
+    mean = sum(good) / len(good) if good else float("nan")
+    print(f"{config.out}: {config.n - failed} episodes, {len(there)} of them from before; success {mean:.3f}")
+    return 0
+
+
+def sft(argv: list[str]) -> int:
+    """warm start: clone the behaviour in good trajectories"""
+    from rl.sft import SFTConfig
+    from rl.sft import sft as run
+
+    places = [Positional("trajectories", "what to learn from")]
+    where, config = parse("sft", sft.__doc__ or "", places, [SFTConfig], argv)
+    run(read_records(where.trajectories, Trajectory), config)
+    save(config.out, "sft", config, trajectories=where.trajectories)
+    print(config.out)
+    return 0
+
+
+def ppo(argv: list[str]) -> int:
+    """train a policy by PPO on a reward for every step"""
+    from dataclasses import dataclass
+
+    from prm.env import EnvConfig
+    from rl.policies import PolicyConfig, TransformersPolicy, load_policy
+    from rl.ppo import PPOConfig, train
+
+    @dataclass(frozen=True)
+    class ScorerConfig:
+        prm: str | None = option(None, "the PRM that scores steps, a checkpoint")
+        critic_from_prm: bool = option(False, "start the critic from the PRM's backbone")
+        eval_args: str | None = option(None, "the environment's arguments where success is measured, as JSON")
+
+    configs = [EnvConfig, PolicyConfig, ScorerConfig, PPOConfig]
+    _, where, policy_config, scorer_config, config = parse("ppo", ppo.__doc__ or "", [], configs, argv)
+    make = where.factory()
+    eval_env = EnvConfig(where.env, scorer_config.eval_args).factory() if scorer_config.eval_args else None
+    scorer = None
+    if scorer_config.prm:
+        from prm.model import PRM
+
+        scorer = PRM.load(scorer_config.prm)
+    elif scorer_config.critic_from_prm:
+        raise UsageError("--critic-from-prm needs --prm")
+    policy = load_policy(policy_config)
+    if not isinstance(policy, TransformersPolicy):
+        raise UsageError(f"--policy {policy_config.policy}: training needs a checkpoint")
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    save(config.out, "ppo", where, policy_config, scorer_config, config)
+    critic = scorer.model if scorer is not None and scorer_config.critic_from_prm else None
+    result = train(policy, make, scorer, config, eval_env=eval_env, critic=critic)
+    print(f"{result.out}/policy: success {result.success:.3f} on {config.eval_episodes} episodes")
+    return 0
+
+
+# --- shared by the commands -------------------------------------------------------------------------------------------
 
 
 def read_records(path: str, cls: type[Any], *, skip_bad: bool = False) -> list[Any]:
@@ -101,6 +190,9 @@ def refuse_existing(path: str) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "convert": convert,
+    "rollout": rollout,
+    "sft": sft,
+    "ppo": ppo,
 }
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from prm.errors import EnvError, ReplayError, UsageError
-from prm.records import Step, Trajectory
+from prm.config import option
+from prm.errors import DataError, EnvError, ReplayError, UsageError
+from prm.records import Step, Trajectory, parse_json
 
 
 @runtime_checkable
@@ -43,14 +44,12 @@ class Action:
         token_ids: the ids that were sampled, the end-of-turn id included when the policy sampled it.
         logprobs: their log-probabilities at the sampling temperature, one each.
         finish: why it ended: "stop" (the policy ended it), "length" (cut at the token limit), "error".
-        prompt_ids: the ids that stood before it, all of them; what training needs to see what the policy saw.
     """
 
     text: str
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     finish: str = "stop"
-    prompt_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,7 @@ class Episode:
     infos: list[dict[str, Any]] = field(default_factory=list)
     terminated: bool = False
     truncated: bool = False
+    cut: bool = False  # truncated from outside, so that nothing is known of the outcome
 
     def __post_init__(self) -> None:
         kwargs: dict[str, Any] = {"seed": self.seed}
@@ -138,8 +138,8 @@ class Episode:
 
     @property
     def outcome(self) -> float | None:
-        """Success in [0, 1]; None while the episode runs."""
-        if not self.done:
+        """Success in [0, 1]; None while the episode runs, and where it was cut from outside."""
+        if not self.done or self.cut:
             return None
         success = self.infos[-1].get("success")
         return float(self.rewards[-1] > 0) if success is None else float(success)
@@ -178,7 +178,7 @@ def replay(env: Env, trajectory: Trajectory, steps: int | None = None) -> Episod
         if episode.done:
             raise ReplayError(f"{where}: step {i}: the episode was already over")
         if (got := episode.step(Action(step.action))) != step.observation:
-            raise ReplayError(f"{where}: step {i}: the observation is {got!r:.80}, recorded was {step.observation!r:.80}")
+            raise ReplayError(f"{where}: step {i}: observed {got!r:.80}, recorded was {step.observation!r:.80}")
     return episode
 
 
@@ -199,6 +199,27 @@ def load_attribute(name: str) -> Any:
             raise UsageError(f"{name!r}: {module_name} has no attribute {attribute}")
         found = getattr(found, part)
     return found
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    env: str = option(..., "the environment, module:attribute")
+    env_args: str | None = option(None, 'its arguments as JSON, for example \'{"split": "test"}\'')
+
+    def factory(self) -> EnvFactory:
+        """A function that makes a fresh environment. Raises UsageError where there is none of that name."""
+        try:
+            parameters = {} if self.env_args is None else parse_json(self.env_args)
+            if not isinstance(parameters, dict):
+                raise DataError("expected an object")
+        except DataError as error:
+            raise UsageError(f"--env-args {self.env_args}: {error}") from None
+        make = env_factory(self.env, **parameters)
+        try:
+            make()
+        except Exception as error:
+            raise EnvError(f"{self.env} cannot be made: {type(error).__name__}: {error}") from error
+        return make
 
 
 def env_factory(env: str | Env | EnvFactory, **parameters: Any) -> EnvFactory:

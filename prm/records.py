@@ -155,10 +155,12 @@ def content_id(task: str, steps: Iterable[Step]) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
-# --- JSON Lines ---------------------------------------------------------------------------------------------------------
+# --- JSON Lines -------------------------------------------------------------------------------------------------------
 
 
-def read_jsonl(path: str | os.PathLike[str], cls: type[Record] | None = None, *, skip_bad: bool = False) -> list[Record]:
+def read_jsonl(
+    path: str | os.PathLike[str], cls: type[Record] | None = None, *, skip_bad: bool = False
+) -> list[Record]:
     """All records of a file, in order. See `iter_jsonl`."""
     return list(iter_jsonl(path, cls, skip_bad=skip_bad))
 
@@ -202,7 +204,9 @@ def iter_jsonl(
         print(f"{path}: skipped {len(bad)} bad line(s), the first: {bad[0]}", file=sys.stderr)
 
 
-def append_jsonl(path: str | os.PathLike[str], records: Iterable[Trajectory | StepLabel] | Trajectory | StepLabel) -> int:
+def append_jsonl(
+    path: str | os.PathLike[str], records: Iterable[Trajectory | StepLabel] | Trajectory | StepLabel
+) -> int:
     """Append records, each as one line, and make them durable; the number written is returned.
 
     All lines go out in one write under a lock, so that several processes may append to one file. A torn last line, left

@@ -142,6 +142,12 @@ def chat_layout(
     )
 
 
+def text_layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
+    """No words around the pieces: the task is a prompt, the steps continue it, byte for byte (reasoning text)."""
+    bos = [i for i in tokenizer("", add_special_tokens=True).input_ids if i == tokenizer.bos_token_id]
+    return Layout("text", tuple(bos), (), (), (), (), ())
+
+
 def render(
     trajectory: Trajectory | History,
     tokenizer: PreTrainedTokenizerBase,
@@ -208,6 +214,11 @@ def prompt(
     Raises:
         DataError: they are more than `max_tokens`. A policy's past is not cut behind its back.
     """
+    if layout.kind == "text":
+        # Text that was not sampled here is encoded in one piece, as the model would have written it in one go.
+        given = next((i for i, a in enumerate(history.actions) if a.token_ids is not None), len(history.actions))
+        text = history.task + "".join(a.text for a in history.actions[:given])
+        history = History(text, history.actions[given:], history.observations[given:])
     parts = _parts(history, tokenizer, layout, None)
     ids = _join(parts, 0, len(parts.steps)).ids
     ids += parts.steps[-1].after if parts.steps else []
