@@ -1,0 +1,3 @@
+"""Being written."""
+KINDS = ("auto",)
+def convert(*a, **k): ...
