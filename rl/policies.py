@@ -40,7 +40,10 @@ def load_policy(config: PolicyConfig) -> Any:
     if Path(name).exists() or ":" not in name:
         return TransformersPolicy.load(name, config)
     found = load_attribute(name)
-    policy = found() if (callable(found) and not hasattr(found, "act")) or isinstance(found, type) else found
+    try:
+        policy = found() if isinstance(found, type) or not hasattr(found, "act") else found
+    except TypeError as error:
+        raise UsageError(f"{name}: cannot be made without arguments: {error}") from None
     if not callable(getattr(policy, "act", None)):
         raise UsageError(f"{name}: a {type(policy).__name__} has no act(histories)")
     return policy
@@ -166,6 +169,8 @@ class EndpointPolicy:
             if not config.base_url and not os.environ.get("OPENAI_API_KEY"):
                 raise UsageError("openai:MODEL needs --base-url or the environment variable OPENAI_API_KEY")
             client = OpenAI(base_url=config.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"), timeout=600)
+        if config.temperature < 0:
+            raise UsageError(f"temperature must be >= 0, got {config.temperature}")
         if config.layout == "plain":
             raise UsageError("an endpoint has the layouts chat and text")
         if config.stop:
@@ -214,7 +219,6 @@ class EndpointPolicy:
 
     def _messages(self, history: History) -> list[dict[str, Any]]:
         from prm.formats import to_messages
-
         from prm.records import Trajectory
 
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []

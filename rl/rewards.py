@@ -60,7 +60,7 @@ def shape_scores(scores: Sequence[float], shape: str = "progress", baseline: flo
         if not 0 <= score <= 1:
             raise DataError(f"the score of step {t} must lie in [0, 1], got {score}")
     if shape == "progress":
-        return [now - before for now, before in zip(scores, [baseline, *scores[:-1]], strict=True)]
+        return [now - before for now, before in zip(scores, [baseline, *scores], strict=False)]
     if shape == "raw":
         warnings.warn("the raw shape pays for every step, also for padding; progress does not", stacklevel=2)
         return list(scores)

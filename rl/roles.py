@@ -190,7 +190,7 @@ class Roles:
 
 def _backbone(model: Any) -> Any:
     """The transformer below a model's head."""
-    model = getattr(model, "model", model) if hasattr(model, "peft_config") else model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     backbone = getattr(model, model.base_model_prefix, None)
     if backbone is None:
         raise ModelError(f"{type(model).__name__} has no backbone named {model.base_model_prefix!r}")
