@@ -171,6 +171,16 @@ def ppo(argv: list[str]) -> int:
     return 0
 
 
+def demo(argv: list[str]) -> int:
+    """the whole pipeline on the embedded default, minutes on two cores"""
+    from prm.demo import DemoConfig
+    from prm.demo import demo as run
+
+    _, config = parse("demo", demo.__doc__ or "", [], [DemoConfig], argv)
+    run(config, main)
+    return 0
+
+
 # --- shared by the commands -------------------------------------------------------------------------------------------
 
 
@@ -189,6 +199,7 @@ def refuse_existing(path: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    "demo": demo,
     "convert": convert,
     "rollout": rollout,
     "sft": sft,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prm.config import option, progress
+from prm.config import option, progress, write_text
 from prm.env import Env, EnvFactory, Episode
 from prm.errors import UsageError
 from prm.records import Trajectory, append_jsonl, dump_json
@@ -180,6 +180,7 @@ def train(
     board.close()
     policy.generator.forget()
     success = evaluate(policy, eval_env or env, config)
+    write_text(out / "result.json", json.dumps({"success": success, "updates": len(metrics)}) + "\n")
     roles.save_policy(out / "policy", policy.tokenizer)
     return RunResult(out, metrics, success)
 
