@@ -1,16 +1,14 @@
 """Reading what people have as trajectories and labels, and writing it for other tools.
 
 `convert` knows our own records, OpenAI chat messages with tool calls, reasoning text, TRL stepwise rows, and the
-published data sets of `prm.published`. Three rules hold everywhere: nothing is guessed (what cannot be told apart is an
-error that says what came and what was expected), nothing is lost in silence (whatever is left out is counted by reason),
-and text is kept as it came, byte for byte.
+published data sets of `prm.published`. Three rules hold everywhere. Nothing is guessed: what cannot be told apart is an
+error that says what came and what was expected. Nothing is lost in silence: what is left out is counted by reason. And
+text is kept as it came, byte for byte.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import os
 import re
 from collections import Counter, defaultdict
@@ -18,14 +16,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prm.chat import (
+    MESSAGE_KEYS,
+    Note,
+    Row,
+    chat_head,
+    chat_trajectory,
+    message_style,
+    messages_of,
+    outcome_of,
+    short,
+    text_of,
+    to_messages,
+    without,
+)
 from prm.errors import DataError, UsageError
 from prm.records import Step, StepLabel, Trajectory, parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Row = Mapping[str, Any]
-Note = Callable[[str], None]
+__all__ = ["KINDS", "SPLITS", "Converted", "convert", "split_text", "to_dataset", "to_messages", "to_trl"]
+
 Reader = Callable[[Row, Note], Iterable[tuple[Trajectory | None, Sequence[StepLabel]]]]
 
 KINDS = (
@@ -36,7 +48,6 @@ SPLITS = ("blank-line", "line")
 
 QUESTION_KEYS = ("question", "problem", "prompt", "task", "instruction")
 REASONING_KEYS = ("reasoning", "solution", "response", "completion", "output", "generation", "answer")
-MESSAGE_KEYS = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,10 @@ class Converted:
         parts = [f"{n} {one if n == 1 else many}" for n, many, one in (*counts, (len(self.labels), "labels", "label"))]
         line = f"read {self.read} row{'' if self.read == 1 else 's'}: {', '.join(parts)}"
         if self.skipped:
-            reasons = ", ".join(f"{reason} ({n})" for reason, n in sorted(self.skipped.items(), key=lambda x: -x[1]))
-            line += f"; skipped {sum(self.skipped.values())}: {reasons}"
+            most = sorted(self.skipped.items(), key=lambda item: -item[1])
+            reasons = [f"{reason} ({n})" for reason, n in most[:8]]
+            rest = [f"and {len(most) - 8} more reasons"] if len(most) > 8 else []
+            line += f"; skipped {sum(self.skipped.values())}: {', '.join(reasons + rest)}"
         return line
 
 
@@ -79,7 +92,7 @@ def convert(
     """Read trajectories and labels from a file or from rows.
 
     Args:
-        source: a path (JSON Lines, a JSON array, or plain text for "reasoning" and "react"), or rows (objects as dicts).
+        source: a path (JSON Lines, a JSON array, or plain text for "reasoning" and "react"), or rows (dicts).
         kind: the format, one of `KINDS`. "auto" recognises it by each row's keys; all rows must be of one kind.
         split: how reasoning text becomes steps, "blank-line" or "line" (see `split_text`); needed there, only there.
         skip_bad: count bad rows by reason in `Converted.skipped` and go on, instead of raising on the first.
@@ -108,15 +121,17 @@ def convert(
             if kind == "auto":
                 this = _recognise(row, formats)
                 if found and this != found:
-                    raise DataError(f"this row is {this}, but the rows before are {found}; pass kind= or split the file")
+                    raise DataError(f"a row of another kind: {this}, but the rows before are {found}; pass kind=")
                 found = this
-            notes: Counter[str] = Counter()
-            pairs = list(formats[found][1](row, lambda reason, notes=notes: notes.update([reason])))
+                if split and found != "reasoning":
+                    raise UsageError(f"split is for reasoning text, and this is {found}")
+            notes: list[str] = []
+            pairs = list(formats[found][1](row, notes.append))
         except DataError as error:
             if not skip_bad:
                 raise DataError(f"{where}: {error}") from None
             first_error = first_error or DataError(f"{where}: {error}")
-            skipped[re.split(r"[:;,] ", str(error))[0]] += 1
+            skipped[_reason(error)] += 1
             continue
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
@@ -130,7 +145,11 @@ def convert(
     return Converted(tuple(trajectories), tuple(labels), read, dict(skipped), found)
 
 
-# --- sources ------------------------------------------------------------------------------------------------------------
+def _reason(error: DataError) -> str:
+    return re.split(r"[:;] |, (?=got |but |expected |pass )", str(error))[0]
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def _formats(split: str | None) -> dict[str, tuple[Callable[[Row], bool], Reader]]:
@@ -139,7 +158,7 @@ def _formats(split: str | None) -> dict[str, tuple[Callable[[Row], bool], Reader
     return {
         "records": (lambda row: "trajectory_id" in row or ("task" in row and "steps" in row), _read_record),
         "trl": (lambda row: "prompt" in row and "completions" in row, _read_trl),
-        "chat": (lambda row: message_style(row) == "chat", lambda row, note: _read_chat(row, note)),
+        "chat": (lambda row: message_style(row) == "chat", _read_chat),
         **FORMATS,
         "reasoning": (_is_reasoning, lambda row, note: _read_reasoning(row, note, split)),
     }
@@ -244,286 +263,7 @@ def _checked_row(row: Any) -> Row | DataError:
     return row if isinstance(row, Mapping) else DataError(f"expected an object, got {short(row)}")
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------------
-
-
-def message_style(row: Row) -> str:
-    """ "chat", "rlhflow" (every assistant turn is + or -), "agentgym" (from/value), or "" for no list of messages."""
-    messages = next((row[key] for key in MESSAGE_KEYS if isinstance(row.get(key), list)), None)
-    if not messages or not isinstance(messages[0], Mapping):
-        return ""
-    if "from" in messages[0] and "value" in messages[0]:
-        return "agentgym"
-    said = [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "assistant"]
-    if said and all(isinstance(c, str) and c.strip() in ("+", "-") for c in said):
-        return "rlhflow"
-    return "chat" if "role" in messages[0] else ""
-
-
-def messages_of(row: Row, keys: Sequence[str] = MESSAGE_KEYS) -> tuple[str, list[Any]]:
-    """The key and the list of messages of a row. Raises DataError where there is none."""
-    for key in keys:
-        if isinstance(row.get(key), list):
-            return key, row[key]
-    raise DataError(f"no list of messages, expected a key {' or '.join(keys)}")
-
-
-def outcome_of(row: Row) -> float | None:
-    """Success in [0, 1] from the row's `outcome`, `success` or `reward`, the first that holds such a number."""
-    for key in ("outcome", "success", "reward"):
-        value = row.get(key)
-        if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
-            return float(value)
-    return None
-
-
-def without(row: Row, *keys: str) -> dict[str, Any]:
-    """The row as metadata, less what became text or labels."""
-    return {key: value for key, value in row.items() if key not in keys}
-
-
-def chat_trajectory(
-    messages: Sequence[Any], meta: Row, *, kind: str, note: Note, outcome: float | None = None, head: int | None = None
-) -> Trajectory | None:
-    """One trajectory from chat messages: a step is an assistant turn, its observation what came before the next one.
-
-    The task is the user messages before the first assistant turn, joined by blank lines (the system prompt, where there
-    are none). An action is `<think>REASONING</think>` where the message has reasoning, its content, and per call a block
-    `<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>`; arguments that are not valid JSON stand there as they
-    came. An observation is the reply's text; several replies come in the order of their calls, each inside
-    `<tool_response>` tags, whatever order they came in. The messages' remaining fields, and what the action and
-    observation cannot hold (ids, names, images), stay in `meta["converted"]`, from where `to_messages` takes them.
-
-    Args:
-        messages: as in the OpenAI API; fields that are null are dropped (except `content`).
-        meta: what to keep of the row.
-        kind: kept as `meta["converted"]["kind"]`.
-        note: counts what is left out: image parts, a last tool call without a reply.
-        outcome: success in [0, 1].
-        head: how many messages come before the policy's first turn; None: up to the first assistant turn.
-
-    Returns:
-        None where there is no assistant turn (noted).
-
-    Raises:
-        DataError: an unknown role, a tool reply that answers no call, a call without a reply (except a last turn that
-            nothing followed), two replies to one call.
-    """
-    clean = [_clean_message(i, message) for i, message in enumerate(messages)]
-    if head is None:
-        head = next((i for i, m in enumerate(clean) if m["role"] == "assistant"), len(clean))
-    for i, message in enumerate(clean[:head]):
-        if message["role"] in ("tool", "function"):
-            raise DataError(f"a tool reply before any assistant turn: message {i}")
-    if head == len(clean):
-        note("no assistant turn")
-        return None
-    task = _head_task(clean[:head], note)
-    turns: list[list[dict[str, Any]]] = []
-    for message in clean[head:]:
-        if message["role"] == "assistant":
-            turns.append([message])
-        else:
-            turns[-1].append(message)
-    steps, kept = [], []
-    for k, turn in enumerate(turns):
-        try:
-            step = Step(_action(turn[0], note), _observation(turn, note, last=k == len(turns) - 1))
-        except DataError as error:
-            raise DataError(f"{error}; in step {k}") from None
-        steps.append(step)
-        kept.append([_mark(turn[0], step.action), *(_mark(m, step.observation) for m in turn[1:])])
-    converted = {"kind": kind, "head": [_mark(m, task) for m in clean[:head]], "turns": kept}
-    if "converted" in meta:
-        converted["converted"] = meta["converted"]
-    return Trajectory(task, tuple(steps), outcome, {**meta, "converted": converted})
-
-
-def to_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """The trajectory as OpenAI chat messages: an assistant turn an action, tool or user messages for observations.
-
-    What `convert` read from a chat comes back as it was (null fields dropped): call ids, names, system prompt and all.
-    Any other step, and any step whose text is no longer what the chat held, becomes an assistant message with the action
-    as it stands, and a user message with the observation where that is not empty.
-    """
-    kept = trajectory.meta.get("converted")
-    kept = kept if isinstance(kept, Mapping) else {}
-    head = _unmark(kept.get("head"), trajectory.task)
-    if not head or _or_none(_head_task, head, _ignore) != trajectory.task:
-        rules = [m for m in head if m.get("role") in ("system", "developer")]
-        head = [*rules, {"role": "user", "content": trajectory.task}]
-    messages = head
-    turns = kept.get("turns")
-    turns = turns if isinstance(turns, list) else []
-    for k, step in enumerate(trajectory.steps):
-        own = turns[k] if k < len(turns) and isinstance(turns[k], list) else []
-        turn = [*_unmark(own[:1], step.action), *_unmark(own[1:], step.observation)]
-        same = bool(turn) and _or_none(_turn_step, turn) == step
-        if not same:
-            turn = [{"role": "assistant", "content": step.action}]
-            if step.observation:
-                turn.append({"role": "user", "content": step.observation})
-        messages += turn
-    return messages
-
-
-def _read_chat(row: Row, note: Note, keys: Sequence[str] = MESSAGE_KEYS, kind: str = "chat") -> Iterator[Any]:
-    key, messages = messages_of(row, keys)
-    trajectory = chat_trajectory(messages, without(row, key), kind=kind, note=note, outcome=outcome_of(row))
-    if trajectory is not None:
-        yield trajectory, ()
-
-
-def _clean_message(i: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise DataError(f"a message must be an object: message {i} is {short(message)}")
-    role = message.get("role")
-    if role not in ("system", "developer", "user", "assistant", "tool", "function"):
-        raise DataError(f"unknown role: message {i} has {short(role)}")
-    return {str(k): v for k, v in message.items() if v is not None or k == "content"}
-
-
-def _head_task(head: Sequence[Row], note: Note) -> str:
-    asked = [m for m in head if m["role"] == "user"] or [m for m in head if m["role"] != "assistant"]
-    return "\n\n".join(_text(m.get("content"), note) for m in asked)
-
-
-def _text(content: Any, note: Note) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise DataError(f"content must be text, null or a list of parts, got {short(content)}")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if isinstance(part, Mapping) and part.get("type") == "refusal":
-            text = part.get("refusal")
-        if isinstance(text, str):
-            texts.append(text)
-        elif isinstance(part, Mapping):
-            note(f"content part that is not text: {short(part.get('type'))}")
-        else:
-            raise DataError(f"a content part must be an object, got {short(part)}")
-    return "".join(texts)
-
-
-def _action(message: Row, note: Note) -> str:
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
-    text = f"<think>{reasoning}</think>" if isinstance(reasoning, str) and reasoning else ""
-    content = message.get("content")
-    text += _text(message.get("refusal") if content is None else content, note)
-    for call in _calls(message):
-        text += "\n" if text else ""
-        text += f'<tool_call>\n{{"name": {_dump(call["name"])}, "arguments": {call["arguments"]}}}\n</tool_call>'
-    return text
-
-
-def _calls(message: Row) -> list[dict[str, Any]]:
-    """The message's calls as {"id", "name", "arguments": the text to show}."""
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise DataError(f"tool_calls must be a list, got {short(calls)}")
-    if isinstance(message.get("function_call"), Mapping):
-        calls = [*calls, {"function": message["function_call"]}]
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"a tool call must be an object with a function and its name, got {short(call)}")
-        found.append(
-            {"id": call.get("id"), "name": function["name"], "arguments": _arguments(function.get("arguments"))}
-        )
-    return found
-
-
-def _arguments(value: Any) -> str:
-    if not isinstance(value, str):
-        return _dump(value)
-    try:
-        return _dump(json.loads(value, object_pairs_hook=_unique))
-    except (ValueError, RecursionError):
-        return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key twice: parsing would lose one")
-    return dict(pairs)
-
-
-def _dump(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except TypeError:
-        raise DataError(f"arguments must be JSON, got {short(value)}") from None
-
-
-def _observation(turn: Sequence[Row], note: Note, last: bool = False) -> str:
-    calls = _calls(turn[0])
-    replies = [m for m in turn[1:] if m["role"] in ("tool", "function")]
-    others = [m for m in turn[1:] if m["role"] not in ("tool", "function")]
-    if calls and last and len(turn) == 1:
-        note("last tool call without a reply (its step is kept)")
-        return ""
-    parts = [_text(m.get("content"), note) for m in [*_in_call_order(calls, replies), *others]]
-    if len(parts) > 1:
-        parts[: len(replies)] = [f"<tool_response>\n{part}\n</tool_response>" for part in parts[: len(replies)]]
-    return "\n".join(parts)
-
-
-def _in_call_order(calls: list[dict[str, Any]], replies: list[Row]) -> list[Row]:
-    ids = [call["id"] for call in calls]
-    nameless = not any(ids) and not any(reply.get("tool_call_id") for reply in replies)
-    if nameless or (len(calls) == len(replies) == 1 and not (ids[0] and replies[0].get("tool_call_id"))):
-        if len(calls) != len(replies):
-            raise DataError(f"tool calls and replies without ids must be as many, got {len(calls)} and {len(replies)}")
-        for call, reply in zip(calls, replies, strict=True):
-            if reply.get("name") not in (None, call["name"]):
-                raise DataError(f"a tool reply to another tool: {short(reply['name'])} answers {short(call['name'])}")
-        return replies
-    if len(set(map(str, ids))) < len(ids):
-        raise DataError(f"two calls of one turn with the same id: {short(ids)}")
-    by_id: dict[Any, Row] = {}
-    for reply in replies:
-        to = reply.get("tool_call_id")
-        if to not in ids:
-            raise DataError(f"a tool reply to an unknown call: {short(to)}, the turn's calls are {short(ids)}")
-        if to in by_id:
-            raise DataError(f"two replies to one call: {short(to)}")
-        by_id[to] = reply
-    if missing := [i for i in ids if i not in by_id]:
-        raise DataError(f"a tool call without a reply: {short(missing[0])}")
-    return [by_id[i] for i in ids]
-
-
-def _turn_step(turn: list[dict[str, Any]]) -> Step:
-    return Step(_action(turn[0], _ignore), _observation(turn, _ignore, last=True))
-
-
-def _ignore(reason: str) -> None:
-    pass
-
-
-def _or_none(call: Callable[..., Any], *args: Any) -> Any:
-    """The result, or None where stored messages do not have the shape they were written in."""
-    try:
-        return call(*args)
-    except (DataError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _mark(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Long text is stored once: content equal to the step's own text becomes `true`."""
-    return {**message, "content": True} if message.get("content") == text != "" else message
-
-
-def _unmark(messages: Any, text: str) -> list[dict[str, Any]]:
-    messages = messages if isinstance(messages, list) else []
-    copies = [copy.deepcopy(dict(m)) for m in messages if isinstance(m, Mapping)]
-    return [{**m, "content": text} if m.get("content") is True else m for m in copies]
-
-
-# --- reasoning text -----------------------------------------------------------------------------------------------------
+# --- reasoning text ---------------------------------------------------------------------------------------------------
 
 
 def split_text(text: str, split: str) -> list[str]:
@@ -561,9 +301,9 @@ def _fenced(lines: list[str]) -> list[bool]:
     opened, fence = -1, ""
     for i, line in enumerate(lines):
         mark = re.match(r" {0,3}(`{3,}|~{3,})", line)
-        if mark and opened < 0:
+        if mark and opened < 0 and not (mark[1][0] == "`" and "`" in line[mark.end() :]):
             opened, fence = i, mark[1]
-        elif mark and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
+        elif mark and opened >= 0 and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
             inside[opened + 1 : i + 1] = [True] * (i - opened)
             opened = -1
     return inside
@@ -586,14 +326,24 @@ def _read_reasoning(row: Row, note: Note, split: str | None) -> Iterator[Any]:
     yield Trajectory(task, tuple(map(Step, steps)), outcome_of(row), without(row, asked or "", key)), ()
 
 
-# --- records and TRL ----------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _read_chat(row: Row, note: Note, keys: Sequence[str] = MESSAGE_KEYS, kind: str = "chat") -> Iterator[Any]:
+    key, messages = messages_of(row, keys)
+    trajectory = chat_trajectory(messages, without(row, key), kind=kind, note=note, outcome=outcome_of(row))
+    if trajectory is not None:
+        yield trajectory, ()
 
 
 def _read_record(row: Row, note: Note) -> Iterator[Any]:
-    if "trajectory_id" in row:
-        yield None, [StepLabel.from_dict(row)]
-    else:
-        yield Trajectory.from_dict(row), ()
+    try:
+        if "trajectory_id" in row:
+            yield None, [StepLabel.from_dict(row)]
+        else:
+            yield Trajectory.from_dict(row), ()
+    except OverflowError as error:
+        raise DataError(f"a number is too large: {error}") from None
 
 
 def _read_trl(row: Row, note: Note) -> Iterator[Any]:
@@ -613,8 +363,7 @@ def _read_trl(row: Row, note: Note) -> Iterator[Any]:
     scores = [_trl_score(k, value) for k, value in enumerate(labels)]
     meta = without(row, "prompt", "completions", "labels")
     if isinstance(prompt, list):
-        head = [_clean_message(i, message) for i, message in enumerate(prompt)]
-        task = _head_task(head, note)
+        task, head = chat_head(prompt, note)
         meta["converted"] = {"kind": "trl", "head": head}
     else:
         task = text_of(row, "prompt")
@@ -631,15 +380,19 @@ def _trl_score(k: int, value: Any) -> float | None:
 
 
 def to_trl(
-    trajectories: Iterable[Trajectory], labels: Iterable[StepLabel], *, soft: bool = False, threshold: float | None = None
+    trajectories: Iterable[Trajectory],
+    labels: Iterable[StepLabel],
+    *,
+    soft: bool = False,
+    threshold: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Rows of TRL's stepwise supervision type, and how much was left out for what reason.
 
-    A row is `{"prompt": task, "completions": [...], "labels": [...]}`. TRL puts a label at the end of its completion, so
-    an observation stands before the action that it led to: a completion is the previous step's observation and a newline,
-    where there is one, and then the action. The observation after the last step is left out, and where observation and
-    action meet is lost. There is no null: a trajectory ends before its first unlabelled step. Steps whose labels differ
-    count as unlabelled; fuse them first.
+    A row is `{"prompt": task, "completions": [...], "labels": [...]}`. TRL puts a label at the end of its completion,
+    so an observation stands before the action that it led to: a completion is the previous step's observation and a
+    newline, where there is one, and then the action. The observation after the last step is left out, and reading the
+    row back cannot tell observation from action. There is no null: a trajectory ends before its first unlabelled step.
+    Steps whose labels differ count as unlabelled; fuse them first.
 
     Args:
         trajectories: one row each, where the first step is labelled.
@@ -656,11 +409,14 @@ def to_trl(
     if threshold is not None and not 0 <= threshold <= 1:
         raise UsageError(f"threshold must lie in [0, 1], got {threshold}")
     trajectories = list(trajectories)
-    by_step: dict[str, dict[int, set[float]]] = defaultdict(lambda: defaultdict(set))
-    for label in labels:
-        by_step[label.trajectory_id][label.step].add(label.score)
+    by_step: dict[str, dict[int, set[float]]] = {t.id: defaultdict(set) for t in trajectories}
     skipped: Counter[str] = Counter()
-    rows = []
+    for label in labels:
+        if label.trajectory_id in by_step:
+            by_step[label.trajectory_id][label.step].add(label.score)
+        else:
+            skipped["label of another trajectory"] += 1
+    rows: list[dict[str, Any]] = []
     for trajectory in trajectories:
         scores = by_step[trajectory.id]
         if beyond := [k for k in scores if k >= len(trajectory.steps)]:
@@ -676,8 +432,6 @@ def to_trl(
         completions = [seen + step.action for seen, step in zip(before, trajectory.steps[:end], strict=False)]
         own = [next(iter(scores[k])) for k in range(end)]
         rows.append({"prompt": trajectory.task, "completions": completions, "labels": own})
-    known = {t.id for t in trajectories}
-    skipped["label of another trajectory"] += sum(len(s) for i, s in by_step.items() if i not in known)
     for row in rows:
         if soft:
             continue
@@ -704,7 +458,8 @@ def to_dataset(trajectories: Iterable[Trajectory], labels: Iterable[StepLabel] =
     for label in labels:
         row = {**label.to_dict(), "meta": json.dumps(dict(label.meta))}
         own[row.pop("trajectory_id")].append(row)
-    columns: dict[str, list[Any]] = {k: [] for k in ("id", "task", "actions", "observations", "outcome", "labels", "meta")}
+    names = ("id", "task", "actions", "observations", "outcome", "labels", "meta")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for t in trajectories:
         texts = [t.task, *(s.action for s in t.steps), *(s.observation for s in t.steps)]
         try:
@@ -723,24 +478,8 @@ def to_dataset(trajectories: Iterable[Trajectory], labels: Iterable[StepLabel] =
     )
 
 
-# --- shared by the readers ----------------------------------------------------------------------------------------------
-
-
 def labels_of(trajectory: Trajectory, scores: Sequence[float | None], source: str, **meta: Any) -> list[StepLabel]:
     """One label a step; None gives none."""
     return [
         StepLabel(trajectory.id, k, score, source, meta=meta) for k, score in enumerate(scores) if score is not None
     ]
-
-
-def text_of(row: Row, key: str) -> str:
-    """A text field of a row. Raises DataError where it is missing or no text."""
-    if not isinstance(row.get(key), str):
-        raise DataError(f"{key} must be text, got {short(row[key]) if key in row else 'nothing'}")
-    return row[key]
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """`repr`, cut to a length that fits an error message."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
