@@ -122,6 +122,31 @@ def rollout(argv: list[str]) -> int:
     return 0
 
 
+def mc(argv: list[str]) -> int:
+    """label steps by continuations of a policy"""
+    from dataclasses import dataclass
+
+    from labeling.montecarlo import MonteCarloConfig, rollout_labels
+    from prm.env import EnvConfig
+    from rl.policies import PolicyConfig, load_policy
+
+    @dataclass(frozen=True)
+    class OutConfig:
+        out: str = option(..., "append labels here; trajectories that have labels there are not run again")
+        method: str = option("rollouts", "from every step", choices=("rollouts",))
+
+    places = [Positional("trajectories", "whose steps to label, as recorded in the environment")]
+    configs = [EnvConfig, PolicyConfig, OutConfig, MonteCarloConfig]
+    files, where, policy_config, target, config = parse("mc", mc.__doc__ or "", places, configs, argv)
+    trajectories = read_records(files.trajectories, Trajectory)
+    make, policy = where.factory(), load_policy(policy_config)
+    save(target.out, "mc", where, policy_config, target, config, trajectories=files.trajectories)
+    labels = rollout_labels(trajectories, make, policy, config, out=target.out)
+    mean = sum(label.score for label in labels) / len(labels) if labels else float("nan")
+    print(f"{target.out}: {len(labels)} labels, mean score {mean:.3f}")
+    return 0
+
+
 def sft(argv: list[str]) -> int:
     """warm start: clone the behaviour in good trajectories"""
     from rl.sft import SFTConfig
@@ -202,6 +227,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "demo": demo,
     "convert": convert,
     "rollout": rollout,
+    "mc": mc,
     "sft": sft,
     "ppo": ppo,
 }

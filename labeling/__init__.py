@@ -1,0 +1,1 @@
+"""Wing 1: step labels from people, a strong model, and rollouts."""
