@@ -122,6 +122,26 @@ def rollout(argv: list[str]) -> int:
     return 0
 
 
+def annotate(argv: list[str]) -> int:
+    """label steps in the browser, by one person or several"""
+    from labeling.annotate.run import AnnotateConfig
+    from labeling.annotate.run import annotate as run
+
+    places = [Positional("traj", "the trajectories to label; not needed to export", optional=True)]
+    where, config = parse("annotate", annotate.__doc__ or "", places, [AnnotateConfig], argv)
+    return run(where.traj, config)
+
+
+def show(argv: list[str]) -> int:
+    """trajectories or labels to read, in the browser or the terminal"""
+    from labeling.annotate.show import ShowConfig
+    from labeling.annotate.show import show as run
+
+    places = [Positional("path", "a file of trajectories or labels, or the directory of a training run")]
+    where, config = parse("show", show.__doc__ or "", places, [ShowConfig], argv)
+    return run(where.path, config)
+
+
 def mc(argv: list[str]) -> int:
     """label steps by continuations of a policy"""
     from dataclasses import dataclass
@@ -227,7 +247,9 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "demo": demo,
     "convert": convert,
     "rollout": rollout,
+    "annotate": annotate,
     "mc": mc,
+    "show": show,
     "sft": sft,
     "ppo": ppo,
 }
