@@ -177,6 +177,7 @@ def windows(
     *,
     max_tokens: int | None = None,
     step_token: int | None = None,
+    skip_long: bool = False,
 ) -> list[Rendered]:
     """Render a trajectory in as few parts as needed, so that each step is read exactly once.
 
@@ -184,7 +185,8 @@ def windows(
     `max_tokens`; those are context, and their `ends` and `spans` are left out, so `first + i` still numbers `ends[i]`.
 
     Raises:
-        DataError: a step does not fit together with the task; names the step and the limit.
+        DataError: a step does not fit together with the task; names the step and the limit. With `skip_long` it is
+            left out instead, and no part holds it.
     """
     parts = _parts(trajectory, tokenizer, layout, step_token)
     total = len(parts.steps)
@@ -196,7 +198,10 @@ def windows(
         while start < done and max_tokens and parts.size(start, done + 1) > max_tokens:
             start += 1
         if max_tokens and parts.size(start, done + 1) > max_tokens:
-            raise DataError(_too_long(parts, done, max_tokens))
+            if not skip_long:
+                raise DataError(_too_long(parts, done, max_tokens))
+            done += 1
+            continue
         stop = done + 1
         while stop < total and (not max_tokens or parts.size(start, stop + 1) <= max_tokens):
             stop += 1

@@ -1,0 +1,391 @@
+"""Distil step labels into a PRM: one plain loop, whose every update is planned before it runs.
+
+The plan of an epoch (which rows make an update, and how an update is cut into pieces that fit memory) follows from the
+seed alone. So neither the size of the pieces nor an interruption changes the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from distill import calibrate
+from distill.data import Row, Targets, check_labels, merge, rows, split
+from prm.checkpoint import FILE
+from prm.config import option, progress
+from prm.errors import DataError, UsageError
+from prm.model import PRM, by_length
+from prm.records import StepLabel, Trajectory
+
+STATE = "training.pt"
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    base: str = option(..., "the model that becomes a PRM: a checkpoint of any causal language model, or a hub id")
+    out: str = option(..., "write the PRM here")
+    lora_rank: int | None = option(None, "train a LoRA of this rank and the head, instead of all weights")
+    lora_alpha: float | None = option(None, "the LoRA's scale times its rank (default: twice the rank)")
+    layout: str = option("plain", "how a trajectory is read", choices=("plain", "chat", "text"))
+    step_token: str | None = option(None, "a token put after each action and read there")
+    add_tokens: tuple[str, ...] = option((), "tokens to add to the vocabulary")
+    max_tokens: int | None = option(None, "the most tokens read at once (default: what the model allows)")
+    epochs: int = option(4, "passes over the labels; the best by held-out loss is kept")
+    batch: int = option(8, "trajectories an update (parts, of those longer than max-tokens)")
+    batch_tokens: int = option(8192, "the most tokens at a time, padding included; changes memory and speed, not results")
+    lr: float | None = option(None, "learning rate (default: 2e-4 with LoRA; 1e-5 for all of 7B, more for fewer weights)")
+    warmup: float = option(0.1, "share of the updates in which the rate rises; then it falls linearly to 0")
+    weight_decay: float = option(0.01, "of matrices")
+    max_grad_norm: float = option(1.0, "longer gradients are shortened to this")
+    weights: bool = option(True, "labels count by their weight; otherwise all the same")
+    neutral: str = option("keep", "labels of exactly 0.5", choices=("keep", "drop"))
+    balance: bool = option(False, "good and bad steps count the same in total (calibrate by isotonic then)")
+    holdout: float = option(0.2, "share of the trajectories held out, by task, to choose, calibrate and test on")
+    calibration: str = option("temperature", "fitted on what is held out", choices=("temperature", "isotonic", "none"))
+    patience: int = option(0, "stop after so many epochs without a better held-out loss (0: never)")
+    dtype: str = option("float32", "what is computed in; a LoRA's base is kept in it", choices=("float32", "bfloat16"))
+    gradient_checkpointing: bool = option(False, "trade time for memory")
+    checkpoint_every: int = option(100, "updates between two states to resume from")
+    seed: int = option(0, "of the head, the split and the order")
+
+
+def distill(trajectories: Sequence[Trajectory], labels: Sequence[StepLabel], config: DistillConfig) -> PRM:
+    """Train a PRM on step labels and save it in `config.out`.
+
+    The loss is the cross-entropy of scores and labels in [0, 1], the weighted mean over all labelled steps of an update.
+    Unlabelled steps are read but never learned. `log.jsonl` in the folder has a line for each update and epoch. When
+    the same call was interrupted before, it goes on from its last state, to the same numbers.
+
+    Returns:
+        The PRM as saved: the best epoch's weights, calibrated, with a threshold, both from the held-out tasks.
+
+    Raises:
+        DataError: a label is of no known step, nothing is labelled, or there is one task only.
+        ModelError: the base cannot be loaded, or does not fit its tokenizer or the options.
+        UsageError: `out` holds an unfinished run of other data or options.
+    """
+    _check(config)
+    by_id = {t.id: t for t in trajectories}
+    targets = merge(labels)
+    check_labels(by_id.values(), targets)
+    neutral = _drop_neutral(targets) if config.neutral == "drop" else 0
+    if not targets:
+        raise DataError(f"none of {len(by_id)} trajectories has a label to learn from")
+    labelled = [t for t in by_id.values() if t.id in targets.of]
+    train_set, held_set = split(labelled, config.holdout, config.seed)
+    prm = PRM.create(
+        config.base,
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        layout=config.layout,
+        max_tokens=config.max_tokens,
+        add_tokens=config.add_tokens,
+        step_token=config.step_token,
+        dtype=config.dtype if config.lora_rank is not None else "float32",
+        seed=config.seed,
+    )
+    dropped: Counter[str] = Counter({"neutral labels left out": neutral})
+    dropped["trajectories without a label"] = len(by_id) - len(labelled)
+    train_rows, held_rows = (rows(prm, part, targets, dropped) for part in (train_set, held_set))
+    if not train_rows:
+        raise DataError("no labelled step is left to learn from: " + _counts(dropped))
+    supervised = sum(len(row.scores) for row in train_rows)
+    for note in targets.notes:
+        print(note)
+    print(
+        f"{supervised} supervised steps an epoch in {len(train_set)} trajectories; "
+        f"{sum(len(r.scores) for r in held_rows)} in {len(held_set)} are held out" + _counts(dropped, "; ")
+    )
+    run = Run(prm, train_rows, held_rows, config, _key(config, by_id.values(), targets))
+    run.train()
+    report = _calibrate(prm, held_rows, config)
+    run.log({"calibrated": report})
+    prm.model.requires_grad_(False)
+    prm.name = config.out
+    prm.save(config.out)
+    run.state.unlink(missing_ok=True)
+    return prm
+
+
+def objective(logits: Tensor, scores: Tensor, weights: Tensor, balance: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """The summed cross-entropy of steps, each by its weight: the loss times the steps' total weight.
+
+    Args:
+        logits: (n,), float32.
+        scores: labels in [0, 1], (n,).
+        weights: (n,).
+        balance: factors of the good and the bad part of each label.
+    """
+    good, bad = balance
+    each = good * scores * functional.logsigmoid(logits) + bad * (1 - scores) * functional.logsigmoid(-logits)
+    return -(weights * each).sum()
+
+
+class Run:
+    """A training run that can stop after any update and go on."""
+
+    def __init__(self, prm: PRM, train: list[Row], held: list[Row], config: DistillConfig, key: str) -> None:
+        self.prm, self.rows, self.held, self.config, self.key = prm, train, held, config, key
+        self.balance = _balance(train, config)
+        self.lr = config.lr if config.lr is not None else default_lr(prm)
+        self.per_epoch = math.ceil(len(train) / config.batch)
+        self.total = self.per_epoch * config.epochs
+        self.parameters = {n: p for n, p in prm.model.named_parameters() if p.requires_grad}
+        decay = [p for p in self.parameters.values() if p.ndim > 1]
+        rest = [p for p in self.parameters.values() if p.ndim <= 1]
+        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        self.optimiser = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, fused=True)
+        self.done, self.best, self.best_loss, self.worse = 0, {}, math.inf, 0  # type: ignore[var-annotated]
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        self.state, self.lines = out / STATE, out / "log.jsonl"
+        _no_dropout(prm.model)
+        if config.gradient_checkpointing:
+            prm.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def train(self) -> None:
+        """Run all epochs, or those that are left, and put back the best weights."""
+        self._resume()
+        config = self.config
+        # Evaluation mode is training without dropout; only gradient checkpointing asks for the other.
+        self.prm.model.train(config.gradient_checkpointing)
+        bar = progress(self.total, "distil", "update", initial=self.done)
+        for epoch in range(self.done // self.per_epoch, config.epochs):
+            updates = self.plan(epoch)
+            for update in updates[self.done - epoch * self.per_epoch :]:
+                self.update(update, epoch)
+                bar.update()
+                if self.done % self.per_epoch and self.done % config.checkpoint_every == 0:
+                    self._save()
+            if self.held:
+                loss = self.held_loss()
+                self.log({"epoch": epoch + 1, "held_out_loss": loss})
+                self.worse = 0 if loss < self.best_loss else self.worse + 1
+                if loss < self.best_loss:
+                    self.best_loss = loss
+                    self.best = {n: p.detach().cpu().clone() for n, p in self.parameters.items()}
+            if self.total > config.checkpoint_every and epoch + 1 < config.epochs:
+                self._save()
+            if config.patience and self.worse >= config.patience:
+                break
+        bar.close()
+        self._restore(self.best)
+        self.prm.model.eval()
+        if config.gradient_checkpointing:
+            self.prm.classifier.gradient_checkpointing_disable()
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """The rows of each update of an epoch: shuffled, then of similar length within an update."""
+        random = Random(f"{self.config.seed}/{epoch}")
+        order = list(range(len(self.rows)))
+        random.shuffle(order)
+        size = self.config.batch
+        updates = []
+        for start in range(0, len(order), 8 * size):
+            near = sorted(order[start : start + 8 * size], key=lambda i: len(self.rows[i].part.ids))
+            updates += [near[i : i + size] for i in range(0, len(near), size)]
+        random.shuffle(updates)
+        return updates
+
+    def update(self, update: Sequence[int], epoch: int) -> None:
+        """One step of the optimiser, over the rows of an update, piece by piece."""
+        own = [self.rows[i] for i in update]
+        total = sum(self.weight(row) for row in own)
+        rate = self._rate()
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = torch.zeros((), device=self.prm.device)
+        for piece in by_length([len(row.part.ids) for row in own], self.config.batch_tokens):
+            part = self._summed([own[i] for i in piece]) / total
+            part.backward()
+            loss += part.detach()
+        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.config.max_grad_norm)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.done += 1
+        self.log(
+            {
+                "update": self.done,
+                "epoch": epoch + 1,
+                "loss": float(loss),
+                "lr": rate,
+                "grad_norm": float(norm),
+                "steps": sum(len(row.scores) for row in own),
+                "tokens": sum(len(row.part.ids) for row in own),
+            }
+        )
+
+    def weight(self, row: Row) -> float:
+        """What the row's labelled steps weigh in the mean."""
+        good, bad = self.balance
+        weights = row.weights if self.config.weights else (1.0,) * len(row.scores)
+        return sum(w * (good * s + bad * (1 - s)) for s, w in zip(row.scores, weights, strict=True))
+
+    @torch.no_grad()
+    def held_loss(self) -> float:
+        """The loss on the held-out rows."""
+        total = sum(self.weight(row) for row in self.held)
+        lengths = [len(row.part.ids) for row in self.held]
+        pieces = by_length(lengths, self.config.batch_tokens)
+        return float(sum(float(self._summed([self.held[i] for i in piece])) for piece in pieces) / total)
+
+    def log(self, line: dict[str, Any]) -> None:
+        with open(self.lines, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _summed(self, own: Sequence[Row]) -> Tensor:
+        with _autocast(self.prm, self.config):
+            logits = self.prm.logits([row.part for row in own])
+        scores = torch.tensor([s for row in own for s in row.scores], device=logits.device)
+        weights = torch.tensor([w for row in own for w in row.weights], device=logits.device)
+        return objective(logits, scores, weights if self.config.weights else torch.ones_like(weights), self.balance)
+
+    def _rate(self) -> float:
+        warm = max(1, round(self.config.warmup * self.total))
+        if self.done < warm:
+            return self.lr * (self.done + 1) / warm
+        return self.lr * (self.total - self.done) / max(1, self.total - warm)
+
+    def _save(self) -> None:
+        state = {
+            "key": self.key,
+            "done": self.done,
+            "best": self.best,
+            "best_loss": self.best_loss,
+            "worse": self.worse,
+            "weights": {n: p.detach().cpu() for n, p in self.parameters.items()},
+            "optimiser": self.optimiser.state_dict(),
+            "log_bytes": self.lines.stat().st_size,
+        }
+        partial = self.state.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.state)
+
+    def _resume(self) -> None:
+        if not self.state.exists():
+            self.lines.unlink(missing_ok=True)
+            return
+        state = torch.load(self.state, map_location="cpu", weights_only=True)
+        if state["key"] != self.key:
+            raise UsageError(f"{self.config.out}: holds an unfinished run of other data or options; remove it first")
+        self.done, self.best, self.best_loss = state["done"], state["best"], state["best_loss"]
+        self.worse = state["worse"]
+        self._restore(state["weights"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        os.truncate(self.lines, state["log_bytes"])
+        print(f"{self.config.out}: goes on after update {self.done} of {self.total}")
+
+    @torch.no_grad()
+    def _restore(self, weights: dict[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.parameters[name].copy_(value)
+
+
+def default_lr(prm: PRM) -> float:
+    """2e-4 for a LoRA; for all weights 1e-5 at 7e9 of them, growing with the root of what is smaller, up to 1e-3."""
+    if prm.settings.lora:
+        return 2e-4
+    return min(1e-3, 1e-5 * math.sqrt(7e9 / sum(p.numel() for p in prm.model.parameters())))
+
+
+def _calibrate(prm: PRM, held: list[Row], config: DistillConfig) -> dict[str, Any]:
+    """Fit calibration and threshold on the held-out rows; what came of it."""
+    if not held:
+        print("nothing is held out: the scores are not calibrated, and the threshold is 0.5")
+        return {}
+    read = prm.raw([row.part for row in held], batch_tokens=config.batch_tokens)
+    logits, targets = torch.cat(read), torch.tensor([s for row in held for s in row.scores])
+    weights = torch.tensor([w for row in held for w in row.weights])
+    weights = weights if config.weights else torch.ones_like(weights)
+    calibration = calibrate.fit(config.calibration, logits, targets, weights)
+    by_id: dict[str, tuple[list[float], list[float]]] = {}
+    for row, own in zip(held, read, strict=True):
+        gold, scores = by_id.setdefault(row.trajectory_id, ([], []))
+        gold += row.scores
+        scores += calibration(own).tolist()
+    threshold, by = calibrate.choose_threshold([g for g, _ in by_id.values()], [s for _, s in by_id.values()])
+    prm.settings = dataclasses.replace(prm.settings, calibration=calibration, threshold=threshold)
+    values = calibrate.summary(logits, targets, calibration)
+    shown = f" T = {calibration.temperature:.3f}" if calibration.kind == "temperature" else ""
+    print(
+        f"held out: ECE {values['ece_before']:.3f} -> {values['ece_after']:.3f}, "
+        f"Brier {values['brier_before']:.3f} -> {values['brier_after']:.3f} ({calibration.kind}{shown}); "
+        f"threshold {threshold:.3f} ({by})"
+    )
+    return {"kind": calibration.kind, "temperature": calibration.temperature, "threshold": threshold, "by": by} | values
+
+
+def _check(config: DistillConfig) -> None:
+    for name in ("epochs", "batch", "batch_tokens", "checkpoint_every"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("lr", "max_grad_norm"):
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{name} must be > 0, got {value}")
+    if not 0 <= config.warmup <= 1:
+        raise UsageError(f"warmup must lie in [0, 1], got {config.warmup:g}")
+    for name, allowed in (("neutral", ("keep", "drop")), ("calibration", ("temperature", "isotonic", "none"))):
+        if getattr(config, name) not in allowed:
+            raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
+    if Path(config.out, "config.json").exists() and not Path(config.out, FILE).exists():
+        raise UsageError(f"{config.out}: holds a model that is no PRM; write elsewhere")
+
+
+def _drop_neutral(targets: Targets) -> int:
+    neutral = [(i, step) for i, own in targets.of.items() for step, (score, _) in own.items() if score == 0.5]
+    for trajectory_id, step in neutral:
+        del targets.of[trajectory_id][step]
+        if not targets.of[trajectory_id]:
+            del targets.of[trajectory_id]
+    return len(neutral)
+
+
+def _balance(train: list[Row], config: DistillConfig) -> tuple[float, float]:
+    """Factors that make the good and the bad labels weigh the same, and as much together as before."""
+    if not config.balance:
+        return 1.0, 1.0
+    pairs = [(s, w if config.weights else 1.0) for row in train for s, w in zip(row.scores, row.weights, strict=True)]
+    good, bad = sum(s * w for s, w in pairs), sum((1 - s) * w for s, w in pairs)
+    if not good or not bad:
+        raise DataError(f"balance needs good and bad labels; all are {'bad' if bad else 'good'}")
+    return (good + bad) / (2 * good), (good + bad) / (2 * bad)
+
+
+def _no_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+@contextlib.contextmanager
+def _autocast(prm: PRM, config: DistillConfig) -> Iterator[None]:
+    with torch.autocast(prm.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        yield
+
+
+def _key(config: DistillConfig, trajectories: Any, targets: Targets) -> str:
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "checkpoint_every")}
+    text = json.dumps([options, [t.id for t in trajectories], targets.of], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _counts(counts: Counter[str], before: str = "") -> str:
+    shown = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    return before + shown if shown else ""
