@@ -17,10 +17,20 @@ DECIDED = "gold:adjudicated"
 MAX_COMMENT = 20_000  # characters
 
 
+def _one_of(value: Any, known: Collection[str]) -> bool:
+    return isinstance(value, str) and value in known
+
+
 def _rating(value: Any) -> bool:
-    if not isinstance(value, Mapping) or set(value) - {"rating", "how", "score"}:
+    if not isinstance(value, Mapping) or set(value) != {"rating", "how"}:
         return False
-    return value.get("rating") in RATINGS and value.get("how") in PROVENANCES and "score" not in value
+    return _one_of(value["rating"], RATINGS) and _one_of(value["how"], PROVENANCES)
+
+
+def _decision(value: Any) -> bool:
+    if not isinstance(value, Mapping) or set(value) - {"rating", "comment"}:
+        return False
+    return _one_of(value.get("rating"), RATINGS) and _comment(value.get("comment", ""))
 
 
 def _texts(value: Any, longest: int = 60) -> bool:
@@ -33,11 +43,11 @@ def _comment(value: Any) -> bool:
 
 STEP_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rating": (_rating, f"{{rating: {'|'.join(RATINGS)}, how: {'|'.join(PROVENANCES)}}}"),
-    "confidence": (lambda v: v in CONFIDENCES, "low, medium or high"),
+    "confidence": (lambda v: _one_of(v, CONFIDENCES), "low, medium or high"),
     "errors": (_texts, "a list of error types"),
     "comment": (_comment, f"a text of at most {MAX_COMMENT} characters"),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "decision": (lambda v: isinstance(v, Mapping) and v.get("rating") in RATINGS, "{rating: ...}"),
+    "decision": (_decision, f"{{rating: {'|'.join(RATINGS)}, comment: a text}}"),
 }
 ITEM_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "submit": (lambda v: isinstance(v, bool), "true or false"),

@@ -266,6 +266,10 @@ def _pages(app: FastAPI, site: Site) -> None:
     def icon() -> Response:
         return Response(status_code=204)
 
+    @app.get("/manifest.json")
+    def manifest() -> Response:
+        return _json({})  # the agreement page asks for one
+
     throttle = Throttle()
 
     @app.post("/api/login")

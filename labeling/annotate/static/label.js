@@ -257,7 +257,7 @@ function paintSteps(steps) {
   for (const k of steps) {
     const value = rating(k), row = rows[k], spot = spots[k];
     row.dataset.rating = value || "none";
-    spot.dataset.rating = value || "none";
+    spot.dataset.mark = value || "none";
     const marks = [value ? `, ${value}` : ", not rated"];
     if (get(k, "flag")) marks.push(", flagged");
     if (get(k, "comment")) marks.push(", comment");

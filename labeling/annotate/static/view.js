@@ -196,7 +196,7 @@ export function drawStep(step, index, {last = false, extra = []} = {}) {
   const number = index + 1;
   const action = textBox(step.action, {kind: "action", label: `Step ${number}: what the agent wrote`});
   const role = roleOf(step, last);
-  const item = el("li", {class: "step", id: `step-${number}`, "data-step": index},
+  const item = el("li", {class: "step", "data-step": index},
     el("div", {class: "step-head"}, el("h3", {}, `Step ${number}`), el("span", {class: "role role-" + role}, ROLE[role]),
       ...extra),
     action);
