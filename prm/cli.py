@@ -9,7 +9,7 @@ from typing import Any
 
 from prm.config import Positional, option, parse, save
 from prm.errors import DataError, PrmError, UsageError
-from prm.records import Trajectory, append_jsonl, read_jsonl
+from prm.records import StepLabel, Trajectory, append_jsonl, read_jsonl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +62,17 @@ def convert(argv: list[str]) -> int:
         kind: str = option("auto", "the format of IN: " + ", ".join(formats.KINDS))
         split: str | None = option(None, "how reasoning text becomes steps", choices=("blank-line", "line"))
         skip_bad: bool = option(False, "count bad rows and go on")
+        soft: bool = option(False, "trl: write soft labels as they are")
+        threshold: float | None = option(None, "trl: a step is good from this score on")
 
     places = [Positional("in", "the file to read")]
     where, config = parse("convert", convert.__doc__ or "", places, [ConvertConfig], argv)
     refuse_existing(config.out)
     converted = formats.convert(getattr(where, "in"), kind=config.kind, split=config.split, skip_bad=config.skip_bad)
     if config.to == "trl":
-        rows, skipped = formats.to_trl(converted.trajectories, converted.labels)
+        rows, skipped = formats.to_trl(
+            converted.trajectories, converted.labels, soft=config.soft, threshold=config.threshold
+        )
         write_text(config.out, b"".join(dump_json(row) + b"\n" for row in rows).decode())
         written = len(rows)
         for reason, count in skipped.items():
@@ -167,6 +171,105 @@ def mc(argv: list[str]) -> int:
     return 0
 
 
+def distill(argv: list[str]) -> int:
+    """train a PRM on step labels"""
+    from distill.train import DistillConfig
+    from distill.train import distill as run
+
+    places = [
+        Positional("trajectories", "the trajectories that the labels are of"),
+        Positional("labels", "label files", many=True),
+    ]
+    where, config = parse("distill", distill.__doc__ or "", places, [DistillConfig], argv)
+    refuse_existing(str(Path(config.out, "distill.config.yaml")))
+    trajectories = read_records(where.trajectories, Trajectory)
+    labels = [label for path in where.labels for label in read_records(path, StepLabel)]
+    run(trajectories, labels, config)
+    save(config.out, "distill", config, trajectories=where.trajectories, labels=" ".join(where.labels))
+    print(config.out)
+    return 0
+
+
+def score(argv: list[str]) -> int:
+    """score every step of trajectories with a PRM"""
+    from dataclasses import dataclass
+    from itertools import chain, islice
+
+    from prm.config import progress
+    from prm.records import iter_jsonl
+
+    @dataclass(frozen=True)
+    class ScoreConfig:
+        out: str = option(..., "append the scores here, as labels; what is there already is not scored again")
+        base: str | None = option(None, "where an adapter's base is, if it moved")
+        dtype: str | None = option(None, "of the weights (default: as saved)", choices=("float32", "bfloat16"))
+        batch_tokens: int = option(16384, "the most tokens at a time, padding included")
+        skip_bad: bool = option(False, "count bad lines and steps longer than the model reads, and go on")
+
+    places = [Positional("model", "a PRM: a folder or hub id"), Positional("trajectories", "what to score")]
+    where, config = parse("score", score.__doc__ or "", places, [ScoreConfig], argv)
+    rows = iter_jsonl(where.trajectories, Trajectory, skip_bad=config.skip_bad)
+    if (start := next(rows, None)) is None:
+        raise DataError(f"{where.trajectories}: holds no trajectory")
+    from prm.model import PRM
+
+    prm = PRM.load(where.model, base=config.base, dtype=config.dtype)
+    done: dict[str, set[int]] = {}
+    for label in read_jsonl(config.out, StepLabel) if Path(config.out).exists() else []:
+        if label.meta.get("model") != prm.fingerprint():
+            raise UsageError(f"{config.out}: holds labels that {where.model} as it is now did not write")
+        done.setdefault(label.trajectory_id, set()).add(label.step)
+    save(config.out, "score", config, model=where.model, trajectories=where.trajectories)
+    before = sum(map(len, done.values()))
+    written = too_long = 0
+    bar = progress(None, "score", "trajectory")
+    rows = chain([start], rows)
+    while chunk := list(islice(rows, 64)):
+        bar.update(len(chunk))
+        fresh = list({t.id: t for t in chunk if len(done.get(t.id, ())) < len(t.steps)}.values())
+        if config.skip_bad:
+            read = [sum(len(part.ends) for part in prm.render(t, skip_long=True)) for t in fresh]
+            too_long += sum(n < len(t.steps) for t, n in zip(fresh, read, strict=True))
+            fresh = [t for t, n in zip(fresh, read, strict=True) if n == len(t.steps)]
+        labels = prm.label(fresh, batch_tokens=config.batch_tokens) if fresh else []
+        labels = [label for label in labels if label.step not in done.get(label.trajectory_id, ())]
+        written += append_jsonl(config.out, labels)
+        for label in labels:
+            done.setdefault(label.trajectory_id, set()).add(label.step)
+    bar.close()
+    if too_long:
+        print(f"{too_long} trajectories left out: a step is longer than the model reads", file=sys.stderr)
+    print(f"{config.out}: {written} steps scored, {before} from before")
+    return 0
+
+
+def evaluate(argv: list[str]) -> int:
+    """compare labels with gold: first-error F1, AUC, calibration, kappa"""
+    from dataclasses import dataclass
+
+    from distill.evaluate import evaluate as run
+    from distill.evaluate import write
+
+    @dataclass(frozen=True)
+    class EvaluateConfig:
+        out: str = option(..., "write report.json, report.md and report.html into this folder")
+        trajectories: str | None = option(None, "the trajectories, to know which steps have no label")
+        threshold: float | None = option(None, "scores below it are bad (default: the PRM's own, else 0.5)")
+
+    places = [Positional("gold", "labels taken as right"), Positional("predicted", "labels to judge")]
+    where, config = parse("evaluate", evaluate.__doc__ or "", places, [EvaluateConfig], argv)
+    result = run(
+        read_records(where.gold, StepLabel),
+        read_records(where.predicted, StepLabel),
+        trajectories=read_records(config.trajectories, Trajectory) if config.trajectories else None,
+        threshold=config.threshold,
+    )
+    write(result, config.out, title=f"{Path(where.predicted).name} against {Path(where.gold).name}")
+    save(config.out, "evaluate", config, gold=where.gold, predicted=where.predicted)
+    print((Path(config.out) / "report.md").read_text(encoding="utf-8"), end="")
+    return 0
+
+
 def sft(argv: list[str]) -> int:
     """warm start: clone the behaviour in good trajectories"""
     from rl.sft import SFTConfig
@@ -250,6 +353,9 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "annotate": annotate,
     "mc": mc,
     "show": show,
+    "distill": distill,
+    "score": score,
+    "evaluate": evaluate,
     "sft": sft,
     "ppo": ppo,
 }

@@ -20,7 +20,11 @@ from prm.records import StepLabel, Trajectory, read_jsonl
 
 ENV = "rl.envs.multihop:MultiHop"
 EXPERT = "rl.envs.multihop:Expert"
-SUCCESS = {"warm_start_success": "warm start", "sparse_success": "PPO, outcome only", "dense_success": "PPO, step rewards"}
+SUCCESS = {
+    "warm_start_success": "warm start",
+    "sparse_success": "PPO, outcome only",
+    "dense_success": "PPO, step rewards",
+}
 QUALITY = {"prm_auc": "AUC", "prm_first_error_f1": "first-error F1", "prm_ece": "calibration error"}
 HELD_OUT = '{"split": "test", "hops": [2, 3]}'
 TRAIN = '{"split": "train", "hops": [2, 3]}'
@@ -152,7 +156,8 @@ def _report(out: Path, summary: dict[str, Any]) -> str:
     return report.page(
         "From step labels to a better agent",
         report.section(
-            "Success on held-out questions", report.table(["", "success"], [[n, summary[k]] for k, n in SUCCESS.items()])
+            "Success on held-out questions",
+            report.table(["", "success"], [[name, summary[key]] for key, name in SUCCESS.items()]),
         ),
         report.section(
             "Learning curves",

@@ -247,12 +247,16 @@ def parse_json(line: bytes | str) -> Any:
     """Parse strict JSON (NaN and Infinity are refused). Raises DataError."""
     try:
         return json.loads(line, parse_constant=_refuse_constant)
+    except DataError:
+        raise
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise DataError("not JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise DataError(f"not JSON that can be read: {error}") from None
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
@@ -303,7 +307,10 @@ def _refuse_constant(name: str) -> None:
 def _number(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise DataError(f"{name} must be a number, got {_short(value)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         limits = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and >= {low:g}"
         raise DataError(f"{name} must lie {limits}, got {number:g}")

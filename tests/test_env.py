@@ -99,6 +99,15 @@ class GlobalSeed(Notes):
         return super().reset(seed=seed)
 
 
+class Leaky(Notes):
+    """Hands out its own tool list."""
+
+    kept = ({"name": "read"}, {"name": "write"})
+
+    def tools(self):
+        return self.kept
+
+
 class Unclean(Notes):
     def reset(self, *, seed=None, options=None):
         kept = getattr(self, "notes", {})
@@ -113,6 +122,7 @@ class Unclean(Notes):
         (SharedNotes, "same seed gave another episode|class attribute changed"),
         (Forgetful, "same seed gave another episode"),
         (GlobalSeed, "global random generator"),
+        (Leaky, "same seed gave another episode on the same object"),
         (Unclean, "same seed gave another episode on the same object"),
     ],
 )

@@ -62,6 +62,7 @@ GOOD = {"trajectory_id": "x", "step": 0, "score": 1, "source": "human:ana"}
     [
         ({**GOOD, "score": 2}, r"score must lie in \[0, 1\], got 2"),
         ({**GOOD, "score": "1"}, "score must be a number, got '1'"),
+        ({**GOOD, "score": 10**400}, r"score must lie in \[0, 1\], got inf"),
         ({**GOOD, "score": None}, "score must be a number, got None"),
         ({**GOOD, "step": -1}, "step must be an integer >= 0, got -1"),
         ({**GOOD, "step": 1.5}, "step must be an integer"),
