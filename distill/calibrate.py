@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def choose_threshold(gold: Sequence[Sequence[float]], scores: Sequence[Sequence[
     flat = sorted({s for own in scores for s in own})
     if not flat:
         return 0.5, "default"
-    middles = [(a + b) / 2 for a, b in zip(flat, flat[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(flat)]
     candidates = [0.5, *middles[:: max(1, len(middles) // 100)]]
     first = [first_bad(own, 0.5) for own in gold]
     good = [g >= 0.5 for own in gold for g in own]
@@ -72,7 +73,7 @@ def choose_threshold(gold: Sequence[Sequence[float]], scores: Sequence[Sequence[
 
 
 def _temperature(logits: Tensor, targets: Tensor, weights: Tensor) -> float:
-    """The temperature of least cross-entropy in [0.05, 20], by golden-section search in its logarithm (it is unimodal)."""
+    """The temperature of least cross-entropy in [0.05, 20]: golden-section search in its logarithm."""
 
     def loss(log_temperature: float) -> float:
         scaled = logits / math.exp(log_temperature)

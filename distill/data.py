@@ -55,13 +55,12 @@ def check_labels(trajectories: Iterable[Trajectory], targets: Targets) -> None:
         for step in own:
             if step >= steps[trajectory_id]:
                 raise DataError(
-                    f"a label of step {step} of trajectory {trajectory_id}, which has {steps[trajectory_id]} steps (0-based)"
+                    f"a label of step {step} (0-based) of trajectory {trajectory_id}, "
+                    f"which has {steps[trajectory_id]} steps"
                 )
 
 
-def split(
-    trajectories: Sequence[Trajectory], holdout: float, seed: int
-) -> tuple[list[Trajectory], list[Trajectory]]:
+def split(trajectories: Sequence[Trajectory], holdout: float, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
     """(train, held out): whole tasks are held out, at least the given share of trajectories, and never all.
 
     Tasks are the same where their text is, but for case and blanks.

@@ -46,8 +46,8 @@ class DistillConfig:
     max_tokens: int | None = option(None, "the most tokens read at once (default: what the model allows)")
     epochs: int = option(4, "passes over the labels; the best by held-out loss is kept")
     batch: int = option(8, "trajectories an update (parts, of those longer than max-tokens)")
-    batch_tokens: int = option(8192, "the most tokens at a time, padding included; changes memory and speed, not results")
-    lr: float | None = option(None, "learning rate (default: 2e-4 with LoRA; 1e-5 for all of 7B, more for fewer weights)")
+    batch_tokens: int = option(8192, "the most tokens at a time, with padding; a matter of memory, not of results")
+    lr: float | None = option(None, "learning rate (default: 2e-4 with LoRA; 1e-5 for 7B weights, more for fewer)")
     warmup: float = option(0.1, "share of the updates in which the rate rises; then it falls linearly to 0")
     weight_decay: float = option(0.01, "of matrices")
     max_grad_norm: float = option(1.0, "longer gradients are shortened to this")
@@ -66,7 +66,7 @@ class DistillConfig:
 def distill(trajectories: Sequence[Trajectory], labels: Sequence[StepLabel], config: DistillConfig) -> PRM:
     """Train a PRM on step labels and save it in `config.out`.
 
-    The loss is the cross-entropy of scores and labels in [0, 1], the weighted mean over all labelled steps of an update.
+    The loss is the cross-entropy of scores and labels in [0, 1], the weighted mean over an update's labelled steps.
     Unlabelled steps are read but never learned. `log.jsonl` in the folder has a line for each update and epoch. When
     the same call was interrupted before, it goes on from its last state, to the same numbers.
 

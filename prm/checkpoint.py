@@ -141,14 +141,14 @@ def locate(path: str | os.PathLike[str]) -> Path:
     if Path(path).exists():
         raise ModelError(f"{path}: is a file, expected a model's folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(path)))
     except HFValidationError:
         raise ModelError(f"{path}: no such folder") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{path}: no such folder, and no such model could be downloaded: {first_line(error)}") from None
+        raise ModelError(f"{path}: no such folder, and no download of that name: {first_line(error)}") from None
 
 
 def load_classifier(path: str | os.PathLike[str], dtype: torch.dtype, *, fresh_head: bool) -> Any:
@@ -188,7 +188,7 @@ def load_classifier(path: str | os.PathLike[str], dtype: torch.dtype, *, fresh_h
 
 
 def head_name(model: Any) -> str:
-    """The name of a token classifier's head. Raises ModelError: it has none that is one linear layer with one output."""
+    """The name of a token classifier's head. Raises ModelError: none that is a linear layer with one output."""
     for name in HEADS:
         head = getattr(model, name, None)
         if isinstance(head, nn.Linear) and head.out_features == 1:
@@ -200,7 +200,7 @@ def stored_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint whose names start with `prefix`."""
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:

@@ -65,8 +65,8 @@ class FirstError:
 
 
 def first_error_f1(gold: Sequence[int], predicted: Sequence[int | None]) -> FirstError:
-    """The harmonic mean of two accuracies (Zheng et al. 2024, "ProcessBench"): that of the exact index of the first error
-    where there is one, and that of finding none where there is none.
+    """The harmonic mean of two accuracies (Zheng et al. 2024, "ProcessBench"): that of the exact index of the first
+    error where there is one, and that of finding none where there is none.
 
     Args:
         gold: the 0-based index of each solution's first bad step, -1 where all are good.

@@ -40,7 +40,7 @@ class PRM:
         self.backbone = getattr(self.classifier, self.classifier.base_model_prefix)
         self.head_name = next(n for n in checkpoint.HEADS if hasattr(self.classifier, n))
         self.step_token = None if settings.step_token is None else _one_id(tokenizer, settings.step_token)
-        self._positions = settings.causal and "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self._arguments = frozenset(inspect.signature(self.backbone.forward).parameters)
         self._layouts: dict[str, Layout] = {}
 
     @classmethod
@@ -234,11 +234,15 @@ class PRM:
         """Raw logits at all `ends` of a batch of parts, in order, flat: (steps,), float32, with gradients."""
         width = max(len(p.ids) for p in parts)
         ids = torch.tensor([p.ids + [0] * (width - len(p.ids)) for p in parts], device=self.device)
-        sizes = torch.tensor([len(p.ids) for p in parts], device=self.device)
         places = torch.arange(width, device=self.device)
-        kwargs: dict[str, Any] = {"attention_mask": (places < sizes[:, None]).long()}
-        if self._positions:
-            kwargs |= {"position_ids": places.expand(len(parts), -1), "use_cache": False}
+        kwargs: dict[str, Any] = {}
+        if not self.settings.causal:
+            sizes = torch.tensor([len(p.ids) for p in parts], device=self.device)
+            kwargs["attention_mask"] = (places < sizes[:, None]).long()
+        else:
+            # Padding comes after all that is read, so a causal model needs no mask, and attention is faster without.
+            given = {"position_ids": places.expand(len(parts), -1), "use_cache": False}
+            kwargs |= {name: value for name, value in given.items() if name in self._arguments}
         hidden = self.backbone(input_ids=ids, **kwargs).last_hidden_state
         rows = [row for row, p in enumerate(parts) for _ in p.ends]
         read = hidden[rows, [end for p in parts for end in p.ends]].float()
@@ -368,7 +372,7 @@ def _one_id(tokenizer: Any, token: str) -> int:
 
 
 def _add_tokens(model: Any, tokenizer: Any, tokens: Sequence[str]) -> list[tuple[str, int]]:
-    """Add those tokens that are new, with rows near the mean of all rows; an embedding is grown, never shrunk."""
+    """Add those tokens that are new, with rows near the mean of the others; an embedding is never shrunk."""
     if isinstance(tokens, str):
         raise UsageError(f"add_tokens must be a list of tokens, got {tokens!r}")
     new = [t for t in dict.fromkeys(tokens) if t not in tokenizer.get_vocab()]
@@ -385,7 +389,7 @@ def _add_tokens(model: Any, tokenizer: Any, tokens: Sequence[str]) -> list[tuple
         known = weight[: min(i for _, i in added)].float()
         for token, i in added:
             if i < rows and not bool(weight[i].any()):
-                warnings.warn(f"the row of the new token {token!r} was all zeros; it starts near the mean", stacklevel=3)
+                warnings.warn(f"the row of the new token {token!r} was all zeros; it starts at the mean", stacklevel=3)
             weight[i] = (known.mean(0) + 0.1 * known.std(0) * torch.randn(weight.shape[1])).to(weight.dtype)
     return added
 
@@ -420,7 +424,7 @@ def _load_lora(folder: Path, settings: Settings, base: str | os.PathLike[str] | 
     try:
         model = checkpoint.load_classifier(where, dtype, fresh_head=True)
     except ModelError as error:
-        raise ModelError(f"{folder}: its base: {error}" + ("" if base else "; if it moved, say where (base=)")) from None
+        raise ModelError(f"{folder}: its base: {error}" + ("" if base else "; if it moved, give base=")) from None
     found = checkpoint.fingerprint(getattr(model, model.base_model_prefix).named_parameters(), rounded=True)
     if found != settings.base_fingerprint:
         raise ModelError(f"{folder}: {where} is not the base that it was trained on: the weights differ")
@@ -445,7 +449,7 @@ def _load_lora(folder: Path, settings: Settings, base: str | os.PathLike[str] | 
 def _is_causal(classifier: Any) -> bool:
     """Whether what is read at a token is independent of the tokens after it."""
     backbone = getattr(classifier, classifier.base_model_prefix)
-    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=classifier.device) % classifier.get_input_embeddings().weight.shape[0]
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=classifier.device)
     with torch.no_grad():
         first, second = backbone.eval()(input_ids=ids).last_hidden_state[:, 1]
     return bool(torch.allclose(first, second, atol=1e-4, rtol=1e-4))
