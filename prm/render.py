@@ -7,6 +7,7 @@ token is just text. Only the layout's own fragments may hold control tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a piece of outside text: no control token comes of it, and none is added."""
     # Lone surrogates cannot be encoded as UTF-8; tokenizers would raise.
     text = text.encode("utf-8", "replace").decode("utf-8")
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    control = _control_ids(tokenizer, len(tokenizer))
+    if control.keys().isdisjoint(ids):
+        return ids
+    # A unigram model holds its control tokens among its pieces and finds them in any text: spell them out.
+    out = []
+    for i in ids:
+        pieces = [[i]] if i not in control else tokenizer(list(control[i]), add_special_tokens=False).input_ids
+        out += [j for piece in pieces for j in piece if j not in control]
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _control_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, str]:
+    """The control tokens of a tokenizer of this size, by id; an unknown token's is none."""
+    tokens = tokenizer.added_tokens_decoder.items()
+    return {i: t.content for i, t in tokens if t.special and i != tokenizer.unk_token_id}
 
 
 def plain_layout(tokenizer: PreTrainedTokenizerBase, *, end_turn: bool = False) -> Layout:
@@ -186,9 +203,11 @@ def windows(
 
     Raises:
         DataError: a step does not fit together with the task; names the step and the limit. With `skip_long` it is
-            left out instead, and no part holds it.
+            left out instead, and no part holds it. Or it is empty, in the text layout, so there is nothing to read.
     """
     parts = _parts(trajectory, tokenizer, layout, step_token)
+    if layout.kind == "text" and (empty := [i for i, s in enumerate(parts.steps) if not s.action + s.mark]):
+        raise DataError(f"{parts.where}: step {empty[0]} is empty; the text layout has nothing to read there")
     total = len(parts.steps)
     done, out = 0, []
     while done < total:
