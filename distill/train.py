@@ -165,6 +165,8 @@ class Run:
         self.prm.model.train(config.gradient_checkpointing)
         bar = progress(self.total, "distil", "update", initial=self.done)
         for epoch in range(self.done // self.per_epoch, config.epochs):
+            if config.patience and self.worse >= config.patience:
+                break
             updates = self.plan(epoch)
             for update in updates[self.done - epoch * self.per_epoch :]:
                 self.update(update, epoch)
@@ -180,8 +182,6 @@ class Run:
                     self.best = {n: p.detach().cpu().clone() for n, p in self.parameters.items()}
             if self.total > config.checkpoint_every and epoch + 1 < config.epochs:
                 self._save()
-            if config.patience and self.worse >= config.patience:
-                break
         bar.close()
         self._restore(self.best)
         self.prm.model.eval()

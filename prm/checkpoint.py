@@ -233,7 +233,7 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars and its report on new weights: what is missing is checked here, by name."""
+    """Without the libraries' bars and reports on new weights: what is missing is checked here, by name."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -242,6 +242,8 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+            warnings.filterwarnings("ignore", "Found missing adapter keys")
             yield
     finally:
         logging.set_verbosity(level)
@@ -260,7 +262,7 @@ def first_line(error: BaseException) -> str:
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `path` at the end, in one step.
 
-    Files in `path` that are no part of a model (logs, options) stay; a model that was there is replaced.
+    Files and folders in `path` that are no part of a model (logs, options) stay; a model that was there is replaced.
 
     Raises:
         ModelError: `path` is a file, or holds files of a model that is no PRM.
@@ -277,15 +279,15 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
+        folders = [p.name for p in there if p.is_dir()]
         for file in (p for p in there if p.is_file() and p not in ours):
             _link(file, new / file.name)
         if not target.exists():
             os.rename(new, target)
             return
         _exchange(new, target)
-        for folder in (p for p in there if p.is_dir()):
-            if not (target / folder.name).exists():
-                os.rename(new / folder.name, target / folder.name)
+        for name in folders:
+            os.rename(new / name, target / name)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

@@ -213,7 +213,14 @@ class PRM:
     def fingerprint(self) -> str:
         """16 hex digits of weights and settings: what gives the same scores has the same."""
         own = dataclasses.replace(self.settings, base="", threshold=0.5).to_json()
-        return checkpoint.fingerprint([*self.model.named_parameters(), (own, torch.empty(0))])
+        if self.settings.lora:
+            from peft import get_peft_model_state_dict
+
+            # The base counts by its own fingerprint, which is among the settings.
+            weights = get_peft_model_state_dict(self.model, save_embedding_layers=False).items()
+        else:
+            weights = self.model.named_parameters()
+        return checkpoint.fingerprint([*weights, (own, torch.empty(0))])
 
     def render(self, trajectory: Trajectory, *, skip_long: bool = False) -> list[Rendered]:
         """The trajectory as this model reads it; several parts where it is longer than `max_tokens`.
@@ -408,7 +415,8 @@ def _with_lora(model: Any, rank: int, alpha: float | None, targets: str | Sequen
         trainable_token_indices=rows or None,
     )
     try:
-        made = get_peft_model(model, config)
+        with checkpoint.quiet():
+            made = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"no LoRA fits: {checkpoint.first_line(error)}") from error
     for parameter in made.parameters():
