@@ -69,6 +69,7 @@ def test_two_people_and_a_bare_client_never_share_anything(made):
 def test_labels_cannot_be_given_in_anothers_name(made):
     ana, item = signed_in(made, "ana"), next(iter(made.state.plan.trajectories.values()))
     assert say(ana, "bo", event(item, 0)).status_code == 409
+    assert ana.post("/api/next", json={"annotator": "bo"}, headers=HEADER).status_code == 409
     answer = say(ana, "ana", event(item, 0) | {"annotator": "bo"}, event(item, 1, op="decision"))
     assert answer.json()["refused"] != {} and len(answer.json()["kept"]) == 1
     assert [label.source for label in labels(made.state.store)] == ["human:ana"]

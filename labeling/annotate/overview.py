@@ -37,8 +37,8 @@ TABLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "Error types, over all pairs",
         (
             ("type", "Type"),
-            ("steps", "Steps named"),
-            ("both", "By both"),
+            ("steps", "Named by either"),
+            ("both", "Named by both"),
             ("agree", "Agreement"),
             ("kappa", "Cohen's kappa"),
         ),
@@ -80,7 +80,7 @@ TABLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     ),
 }
 CSS = """
-.gradio-container { max-width: 68rem !important; }
+.gradio-container { max-width: 68rem !important; margin: 0 auto !important; }
 .prm-figures table { border-collapse: collapse; width: 100%; margin: .2rem 0 1.6rem; }
 .prm-figures caption { text-align: left; font-weight: 600; padding: .3rem 0; color: var(--body-text-color); }
 .prm-figures th, .prm-figures td { padding: .35rem .8rem .35rem 0; text-align: left; color: var(--body-text-color);
@@ -209,7 +209,8 @@ class Overview:
         import gradio as gr
 
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+        own = ["system-ui", "sans-serif"]  # nothing is fetched from elsewhere
+        theme = gr.themes.Default(primary_hue="blue", font=own, font_mono=["ui-monospace", "monospace"])
         gr.mount_gradio_app(
             app,
             blocks(self._store, self._plan),

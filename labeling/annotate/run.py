@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import socket
 import sys
@@ -127,7 +128,8 @@ def serve(app: Any, host: str, port: int, started: Callable[[str], Any] = lambda
 
     check_port(port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only where the protocol is named: 40 ms an answer
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
@@ -140,7 +142,8 @@ def serve(app: Any, host: str, port: int, started: Callable[[str], Any] = lambda
     print(f"{url}   (Ctrl+C ends)", flush=True)
     started(url)
     options: dict[str, Any] = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": 2}
-    uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[listening])
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[listening])
     return 0
 
 
@@ -152,14 +155,23 @@ def _serve(trajectories: str, config: AnnotateConfig) -> int:
     items = read_jsonl(trajectories, Trajectory, skip_bad=config.skip_bad)
     if not items:
         raise DataError(f"{trajectories}: holds no trajectory")
-    users = read_users(config.users) if config.users else None
+    known = {t.id for t in items}
+    if len(known) < len(items):
+        print(f"{trajectories}: {len(items) - len(known)} trajectories are there twice, shown once", file=sys.stderr)
+    prelabels, gold = read_labels(config.prelabels, config), read_labels(config.gold, config)
+    queue = read_queue(config.queue) if config.queue else None
+    named = {"--prelabels": [p.trajectory_id for p in prelabels], "--gold": [g.trajectory_id for g in gold]}
+    named["--queue"] = [row[0] for row in queue or ()]
+    for flag, ids in named.items():
+        if astray := sum(name not in known for name in ids):
+            print(f"{flag}: {astray} of {len(ids)} rows are for trajectories not in {trajectories}", file=sys.stderr)
     app = make_app(
         items,
         db=config.db,
-        prelabels=read_labels(config.prelabels, config),
-        gold=read_labels(config.gold, config),
-        queue=read_queue(config.queue) if config.queue else None,
-        users=users,
+        prelabels=prelabels,
+        gold=gold,
+        queue=queue,
+        users=read_users(config.users) if config.users else None,
         annotator=config.annotator,
         error_types=config.error_types or ERROR_TYPES,
         guide=Path(config.guide).read_text(encoding="utf-8") if config.guide else None,

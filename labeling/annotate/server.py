@@ -228,6 +228,11 @@ def _reviewer(site: Site, request: Request) -> User:
     return user
 
 
+def _same(name: Any, user: User) -> None:
+    if name != user.name:
+        raise Refused(409, f"this page is of {str(name)[:64]!r}, signed in is now {user.name!r}")
+
+
 def _pages(app: FastAPI, site: Site) -> None:
     folder = resources.files(__package__) / "static"
     files = {f.name: f.read_bytes() for f in folder.iterdir() if Path(f.name).suffix in TYPES}
@@ -314,8 +319,7 @@ def _labelling(app: FastAPI, site: Site) -> None:
         rows = body.get("events")
         if not isinstance(rows, list) or len(rows) > MAX_EVENTS:
             raise Refused(400, f"events must be a list of at most {MAX_EVENTS}")
-        if body.get("annotator") != user.name:
-            raise Refused(409, f"these labels are of {str(body.get('annotator'))[:64]!r}, signed in is {user.name!r}")
+        _same(body.get("annotator"), user)
         good, refused = [], {}
         for row in rows:
             try:
@@ -336,6 +340,7 @@ def _labelling(app: FastAPI, site: Site) -> None:
     async def next_one(request: Request) -> Response:
         user = _who(site, request)
         body = await _body(request)
+        _same(body.get("annotator", user.name), user)  # a page that was opened as somebody else
         wanted, leave = body.get("id"), body.get("leave")
         seconds = time.time()
         if isinstance(wanted, str) and wanted in plan.trajectories:
@@ -346,8 +351,7 @@ def _labelling(app: FastAPI, site: Site) -> None:
         if choice is None:
             return _json({"item": None, "progress": review.progress(store, plan, user.name)})
         opened = Event(f"open-{now()}-{time.monotonic_ns()}", user.name, choice, None, "open", True, time=now())
-        with contextlib.suppress(StorageError):  # a full disk is said where a label is lost, not where one is read
-            await asyncio.wrap_future(store.append([opened]))
+        store.append([opened])  # not waited for: a full disk is said where a label is lost, not where one is read
         item = await asyncio.to_thread(_item, site, user.name, choice)
         return _json({"item": item, "progress": review.progress(store, plan, user.name)})
 

@@ -63,7 +63,7 @@ async function moveTo(at) {
   cursor = next;
   boxes[cursor - first].classList.add("current");
   boxes[cursor - first].setAttribute("aria-current", "true");
-  boxes[cursor - first].scrollIntoView({block: "nearest"});
+  boxes[cursor - first].scrollIntoView({block: "start"});
 }
 
 async function textOf(id) {

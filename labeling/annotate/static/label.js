@@ -4,14 +4,18 @@ import {ask, drawStep, el, scoreClass, textBox, themeButton} from "./view.js";
 import {Outbox, newId} from "./outbox.js";
 import {keyFor, redoing, stacks, undoing} from "./history.js";
 import {keyOf, showHelp} from "./keys.js";
+import {$, alertOnce, announce, clearAlert} from "./messages.js";
 
 const RATINGS = {1: "bad", 2: "neutral", 3: "good"};
 const GLYPH = {good: "✓", neutral: "–", bad: "✗"};
 const SURE = 0.8;  // P(good) from which a run of pre-labels is accepted by one key
 const CONFIDENCES = {q: "low", w: "medium", e: "high"};
-const $ = (id) => document.getElementById(id);
+const TAIL = document.createDocumentFragment();
+TAIL.append(el("span", {class: "spring"}), el("span", {class: "how"}), el("span", {class: "rate", role: "group"},
+  ...Object.entries(RATINGS).map(([key, name]) => el("button", {type: "button", tabindex: "-1", "data-rating": name,
+    "aria-pressed": "false", title: `${name} (${key})`}, GLYPH[name]))));
 
-let me, outbox, item, cursor = 0, values = new Map(), rows = [], spots = [], emptySubmit = false, retry = null;
+let me, outbox, item, cursor = 0, values = new Map(), rows = [], spots = [], tails = [], emptySubmit = false, retry = null;
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("prm-annotate") : null;
 
 // --- events and what follows from them --------------------------------------------------------------------------------
@@ -126,11 +130,11 @@ function moveTo(step, {scroll = true} = {}) {
   rows[cursor].classList.add("current");
   rows[cursor].setAttribute("aria-current", "step");
   spots[cursor].setAttribute("aria-current", "step");
-  if (scroll) {
-    rows[cursor].scrollIntoView({block: "nearest"});
-    spots[cursor].scrollIntoView({block: "nearest"});
-  }
   paintPanel();
+  if (scroll) requestAnimationFrame(() => {  // in the frame, where the layout is made anyway
+    rows[cursor]?.scrollIntoView({block: "nearest"});
+    spots[cursor]?.scrollIntoView({block: "nearest"});
+  });
 }
 
 async function submit() {
@@ -149,7 +153,8 @@ async function skip() {
 }
 
 async function previous() {
-  const items = await ask("/api/items");
+  const items = await ownItems();
+  if (!items) return;
   const at = items.findIndex((row) => row.id === item?.id);
   const row = at < 0 ? items[items.length - 1] : items[at - 1];
   if (row) await next({id: row.id});
@@ -157,7 +162,8 @@ async function previous() {
 }
 
 async function myItems() {
-  const items = await ask("/api/items");
+  const items = await ownItems();
+  if (!items) return;
   const list = el("ul", {class: "items"}, ...items.reverse().map((row) => el("li", {},
     el("button", {type: "button", onclick: () => { $("dialog").close(); next({id: row.id}); }},
       `${row.task.trim().slice(0, 80) || row.id}`),
@@ -186,8 +192,8 @@ function goTo() {
 }
 
 function openDialog(title, ...content) {
-  $("dialog").replaceChildren(el("h2", {id: "dialog-title"}, title), ...content,
-    el("button", {type: "button", class: "close", onclick: () => $("dialog").close()}, "Close (Esc)"));
+  const close = el("button", {type: "button", class: "close", onclick: () => $("dialog").close()}, "Close", el("kbd", {}, "Esc"));
+  $("dialog").replaceChildren(close, el("h2", {id: "dialog-title"}, title), ...content);
   $("dialog").showModal();
 }
 
@@ -199,9 +205,10 @@ async function next({id, leave} = {}) {
   let answer;
   try {
     if (!await outbox.send()) throw Object.assign(new Error("the server does not answer"), {status: 0});
-    answer = await ask("/api/next", {id, leave});
+    answer = await ask("/api/next", {annotator: me.name, id, leave});
   } catch (error) {
     if (error.status === 401) return signedOut();
+    if (error.status === 409) return otherPerson(error);
     alertOnce("next", `The next item cannot be fetched now: ${error.message}. What you did is kept; trying again.`);
     retry = setTimeout(() => next({id, leave}), 1000);
     return;
@@ -223,6 +230,7 @@ async function next({id, leave} = {}) {
 
 function paintItem() {
   const blank = el("p", {class: "hint"}, "This trajectory has no steps.");
+  tails = [];
   rows = item.steps.map((step, k) => {
     const said = item.prelabels[k];
     const extra = [];
@@ -231,13 +239,12 @@ function paintItem() {
       const shown = `model: ${ratingOf(said.score)} ${Math.round(said.score * 100)}%`;
       extra.push(el("span", {class: "badge prelabel " + scoreClass(said.score), title: said.source}, shown));
     }
-    const buttons = el("span", {class: "rate", role: "group", "aria-label": `Rate step ${k + 1}`});
-    for (const [key, name] of Object.entries(RATINGS)) {
-      buttons.append(el("button", {type: "button", tabindex: "-1", "data-rating": name, "aria-pressed": "false",
-        "aria-label": `Step ${k + 1} ${name}`, title: `${name} (${key})`}, GLYPH[name]));
-    }
-    return drawStep(step, k, {last: k + 1 === item.steps.length, extra: [...extra, el("span", {class: "spring"}),
-      el("span", {class: "how"}), buttons]});
+    const tail = TAIL.cloneNode(true);  // cheaper than building it 400 times
+    const buttons = tail.querySelector(".rate");
+    buttons.setAttribute("aria-label", `Rate step ${k + 1}`);
+    for (const button of buttons.children) button.setAttribute("aria-label", `Step ${k + 1} ${button.dataset.rating}`);
+    tails.push({how: tail.querySelector(".how"), buttons: [...buttons.children]});
+    return drawStep(step, k, {last: k + 1 === item.steps.length, extra: [...extra, tail]});
   });
   const task = textBox(item.task, {kind: "task", label: "Task"});
   $("main").replaceChildren(el("section", {class: "task", "aria-labelledby": "task-title"},
@@ -263,11 +270,13 @@ function paintSteps(steps) {
     if (get(k, "comment")) marks.push(", comment");
     spot.setAttribute("aria-label", `Step ${k + 1}${marks.join("")}`);
     spot.textContent = `${k + 1}${value ? " " + GLYPH[value] : ""}${get(k, "flag") ? " ⚑" : ""}`;
-    for (const button of row.querySelectorAll("[data-rating]")) {
-      button.setAttribute("aria-pressed", String(button.dataset.rating === value));
+    const {how: label, buttons} = tails[k];
+    for (const button of buttons) {
+      const pressed = String(button.dataset.rating === value);
+      if (button.getAttribute("aria-pressed") !== pressed) button.setAttribute("aria-pressed", pressed);
     }
     const how = value ? get(k, "rating").how : "";
-    row.querySelector(".how").textContent = {accepted: "accepted", bulk: "accepted in a run",
+    label.textContent = {accepted: "accepted", bulk: "accepted in a run",
       first_error_fill: "before the first error", import: "imported"}[how] || "";
   }
 }
@@ -359,23 +368,18 @@ const raw = () => rows[cursor]?.raw();
 
 // --- messages ---------------------------------------------------------------------------------------------------------
 
-function announce(text, visible = false) {
-  $("live").textContent = text;
-  if (visible) $("hint").textContent = text;
-  else $("hint").textContent = "";
-}
-
-function alertOnce(name, text, ...more) {
-  clearAlert(name);
-  $("alerts").append(el("p", {"data-alert": name}, text, ...more));
-}
-
-function clearAlert(name) {
-  for (const old of $("alerts").querySelectorAll(`[data-alert="${name}"]`)) old.remove();
-}
-
 function signedOut() {
   alertOnce("signed-out", "You are signed out. Labels that wait are kept in this browser. ", el("a", {href: "/login"}, "Sign in"));
+}
+
+const otherPerson = (error) => alertOnce("away", `${error.message}. `, el("a", {href: "/"}, "Reload"));
+
+/** My items from the server, oldest first; null, and a message, where it does not answer. */
+async function ownItems() {
+  try { return await ask("/api/items"); } catch (error) {
+    announce(`Your items cannot be listed now: ${error.message}.`, true);
+    return null;
+  }
 }
 
 function onOutbox({waiting, error, progress, refused}) {
@@ -386,7 +390,7 @@ function onOutbox({waiting, error, progress, refused}) {
   if (refused) alertOnce("refused", `The server refused a label for good: ${refused}`);
   if (!error) { clearAlert("away"); return; }
   if (error.status === 401) signedOut();
-  else if (error.status === 409) alertOnce("away", `${error.message}. `, el("a", {href: "/"}, "Reload"));
+  else if (error.status === 409) otherPerson(error);
   else if (error.status) alertOnce("away", `Not saved on the server: ${error.message}. Labels are kept here and sent again.`);
   else alertOnce("away", "The server does not answer. Labels are kept in this browser and sent when it is back.");
 }
@@ -448,8 +452,10 @@ function toggleGuide() {
   const open = $("panel").querySelector(".guide");
   if (open) return open.remove();
   const close = el("button", {type: "button", class: "quiet", onclick: toggleGuide}, "Close", el("kbd", {}, "h"));
-  $("panel").append(el("section", {class: "guide", "aria-label": "Guideline"}, el("h2", {}, "Guideline "), close,
-    textBox(me.guide, {kind: "guide", label: "Guideline"})));
+  const pane = el("section", {class: "guide", "aria-label": "Guideline"}, el("h2", {}, "Guideline "), close,
+    textBox(me.guide, {kind: "guide", label: "Guideline"}));
+  $("panel").append(pane);
+  pane.scrollIntoView({block: "nearest"});
 }
 
 async function start() {

@@ -156,9 +156,10 @@ function beginning(text) {
   return /[\ud800-\udbff]$/.test(cut) ? cut.slice(0, -1) : cut;
 }
 
-const count = (text) => text.length.toLocaleString("en");
+const THOUSANDS = new Intl.NumberFormat("en");
+const count = (text) => (text.length < 1000 ? String(text.length) : THOUSANDS.format(text.length));
 
-const SCROLLS = new Set(["task", "guide"]); // boxes of limited height: the keyboard must reach them to scroll
+const SCROLLS = new Set(["task"]); // of limited height: the keyboard must reach it to scroll
 
 /** A text in its box. A long one shows its beginning, says so, and opens whole by one click. */
 export function textBox(text, {kind = "plain", label}) {
