@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from distill import calibrate
 from distill.data import Row, Targets, check_labels, merge, rows, split
-from prm.checkpoint import FILE
+from prm.checkpoint import FILE, quiet
 from prm.config import option, progress
 from prm.errors import DataError, UsageError
 from prm.model import PRM, by_length
@@ -155,7 +155,8 @@ class Run:
         self.state, self.lines = out / STATE, out / "log.jsonl"
         _no_dropout(prm.model)
         if config.gradient_checkpointing:
-            prm.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+            with quiet():
+                prm.classifier.gradient_checkpointing_enable({"use_reentrant": False})
 
     def train(self) -> None:
         """Run all epochs, or those that are left, and put back the best weights."""
@@ -186,7 +187,8 @@ class Run:
         self._restore(self.best)
         self.prm.model.eval()
         if config.gradient_checkpointing:
-            self.prm.classifier.gradient_checkpointing_disable()
+            with quiet():
+                self.prm.classifier.gradient_checkpointing_disable()
 
     def plan(self, epoch: int) -> list[list[int]]:
         """The rows of each update of an epoch: shuffled, then of similar length within an update."""

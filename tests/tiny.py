@@ -34,8 +34,13 @@ def tokenizer(kind: str = "byte-bpe") -> PreTrainedTokenizerFast:
     return {"byte-bpe": _byte_bpe, "unigram": _unigram, "byte-fallback": _byte_fallback}[kind]()
 
 
-def model(tokenizer_: PreTrainedTokenizerFast | None = None, *, kind: str = "llama", seed: int = 0, rows: int = 0):
-    """A random causal language model of width 32 with 2 layers ("llama" or "qwen2"), `rows` of embedding at least."""
+def model(
+    tokenizer_: PreTrainedTokenizerFast | None = None, *, kind: str = "llama", seed: int = 0, rows: int = 0, init=0.3
+):
+    """A random causal language model of width 32 with 2 layers ("llama" or "qwen2"), `rows` of embedding at least.
+
+    `init` is the spread of the weights: large, so that outputs differ visibly; what is to learn starts nearer 0.02.
+    """
     own = tokenizer_ or tokenizer()
     config, cls = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
     with torch.random.fork_rng():
@@ -49,8 +54,7 @@ def model(tokenizer_: PreTrainedTokenizerFast | None = None, *, kind: str = "lla
                 num_attention_heads=2,
                 num_key_value_heads=2,
                 max_position_embeddings=2048,
-                # Larger than usual, so that a random model's outputs differ visibly.
-                initializer_range=0.3,
+                initializer_range=init,
                 bos_token_id=own.bos_token_id,
                 eos_token_id=own.eos_token_id,
                 pad_token_id=own.pad_token_id,
