@@ -88,13 +88,16 @@ def draws(driver, steps: int, times: int) -> list[float]:
     return [row[0] for row in found]
 
 
-def rates(driver, steps: int) -> tuple[list[float], list[float]]:
+def rates(driver, steps: int, times: int) -> tuple[list[float], list[float]]:
+    found: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        server = Process(Path(folder), [twelve("", steps)])
+        server = Process(Path(folder), [twelve(str(n), steps) for n in range(times + 1)])
         server.start()
         try:
             open_page(driver, server.url)
-            found = driver.execute_async_script(RATE, steps)[3:]
+            for _ in range(times):
+                found += driver.execute_async_script(RATE, steps - 1)[3:]
+                driver.execute_async_script(NEXT)
         finally:
             server.kill()
     return [row[0] for row in found], [row[1] for row in found]
@@ -109,7 +112,7 @@ def main() -> None:
             ("annotate_draw_40_ms", draws(driver, 40, 8 if quick else 30), 80),
             ("annotate_draw_400_ms", draws(driver, 400, 5 if quick else 15), 300),
         ]
-        paint, ack = rates(driver, 60 if quick else 300)
+        paint, ack = rates(driver, 40, 2 if quick else 8)
         lines += [("annotate_key_to_paint_ms", paint, 20), ("annotate_key_to_ack_ms", ack, 20)]
     for name, values, _ in lines:
         print(f"{name}: min {min(values):.1f}, p95 {sorted(values)[int(len(values) * 0.95)]:.1f}, n {len(values)}")

@@ -122,8 +122,7 @@ def next_item(store: Store, plan: Plan, annotator: str, now: float, leave: str =
 
 
 def _choose(store: Store, plan: Plan, annotator: str, now: float, leave: str) -> str | None:
-    own = [(t, sheet) for (name, t), sheet in list(store.sheets.items()) if name == annotator]
-    own = [(t, sheet) for t, sheet in own if t in plan.trajectories]
+    own = [(t, sheet) for t, sheet in store.own(annotator) if t in plan.trajectories]
     begun = [(-sheet.opened, t) for t, sheet in own if sheet.status == "open" and t != leave and mine(sheet, now)]
     if begun:
         return min(begun)[1]

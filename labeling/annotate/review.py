@@ -25,12 +25,12 @@ def ratings(store: Store, provenance: Collection[str] = PROVENANCES, assist: str
 
 def progress(store: Store, plan: Plan, annotator: str) -> dict[str, Any]:
     """How far one person is: trajectories `submitted`, `skipped` and begun (`open`), steps rated (`labels`)."""
-    own = {t: sheet for (name, t), sheet in list(store.sheets.items()) if name == annotator}
     count = {"submitted": 0, "skipped": 0, "open": 0}
-    for t, sheet in own.items():
+    labels = 0
+    for t, sheet in store.own(annotator):
+        labels += len(sheet.ratings())
         if t in plan.trajectories:
             count[sheet.status] += 1
-    labels = sum(len(sheet.ratings()) for sheet in own.values())
     return {**count, "labels": labels, "total": len(plan.trajectories)}
 
 

@@ -334,7 +334,7 @@ def _labelling(app: FastAPI, site: Site) -> None:
         reasons = await asyncio.wrap_future(store.append(good))
         refused |= {event.id: reason for event, reason in zip(good, reasons, strict=True) if reason}
         kept = [event.id for event, reason in zip(good, reasons, strict=True) if not reason]
-        return _json({"kept": kept, "refused": refused, "progress": review.progress(store, plan, user.name)})
+        return _json({"kept": kept, "refused": refused})
 
     @app.post("/api/next")
     async def next_one(request: Request) -> Response:
@@ -366,12 +366,12 @@ def _labelling(app: FastAPI, site: Site) -> None:
     @app.get("/api/items")
     def items(request: Request) -> Response:
         user = _who(site, request)
-        own = [(t, sheet) for (name, t), sheet in list(store.sheets.items()) if name == user.name]
-        own = sorted(((t, s) for t, s in own if t in plan.trajectories), key=lambda pair: pair[1].opened)
+        own = sorted(store.own(user.name), key=lambda pair: pair[1].opened)
         return _json(
             [
                 {"id": t, "task": plan.trajectories[t].task[:120], "status": s.status, "labels": len(s.ratings())}
                 for t, s in own
+                if t in plan.trajectories
             ]
         )
 

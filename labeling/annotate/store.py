@@ -118,6 +118,7 @@ class Store:
         self.path = Path(path)
         self.sheets: dict[tuple[str, str], Sheet] = {}
         self.people: dict[str, set[str]] = {}  # trajectory -> annotators with a sheet
+        self._own: dict[str, set[str]] = {}  # the reverse
         self.decisions: dict[tuple[str, int], Event] = {}
         self._key_file: int | None = None
         self._waiting: queue.SimpleQueue[tuple[list[Event], Future[list[str]]] | None] = queue.SimpleQueue()
@@ -183,11 +184,16 @@ class Store:
         """One person's sheet; an empty one that is not kept where there is none."""
         return self.sheets.get((annotator, trajectory_id)) or Sheet()
 
+    def own(self, annotator: str) -> list[tuple[str, Sheet]]:
+        """A person's trajectories and sheets."""
+        return [(t, self.sheets[annotator, t]) for t in sorted(self._own.get(annotator, set()).copy())]
+
     def touch(self, annotator: str, trajectory_id: str, now: float) -> None:
         """Start or lengthen a person's lease on a trajectory; in memory, rebuilt from the events after a restart."""
         sheet = self.sheets.setdefault((annotator, trajectory_id), Sheet())
         sheet.opened = max(sheet.opened, now)
         self.people.setdefault(trajectory_id, set()).add(annotator)
+        self._own.setdefault(annotator, set()).add(trajectory_id)
 
     def close(self) -> None:
         """Write what is waiting, and let another process have the database."""
@@ -230,7 +236,7 @@ class Store:
                 batch.append(more)
             try:
                 results = self._commit(db, [events for events, _ in batch])
-            except (sqlite3.Error, UnicodeError) as error:
+            except Exception as error:  # this thread must outlive whatever happens to one batch
                 for _, future in batch:
                     future.set_exception(StorageError(f"{self.path}: {error}"))
             else:

@@ -382,8 +382,7 @@ async function ownItems() {
   }
 }
 
-function onOutbox({waiting, error, progress, refused}) {
-  paintProgress(progress);
+function onOutbox({waiting, error, refused}) {
   const saved = $("saved");
   saved.dataset.state = error ? "away" : waiting ? "sending" : "saved";
   saved.textContent = error ? `${waiting} waiting` : waiting ? "saving…" : "saved";

@@ -10,7 +10,7 @@ export function newId() {
 }
 
 export class Outbox {
-  /** `report(state)` is told {waiting, error, progress, refused} whenever something changes. */
+  /** `report(state)` is told {waiting, error, refused} whenever something changes. */
   constructor(project, annotator, report) {
     this.prefix = `prm-outbox/${project}/${annotator}/`;
     this.annotator = annotator;
@@ -81,7 +81,7 @@ export class Outbox {
           }
         }
         this.pause = 0;
-        this.report({waiting: this.waiting().length, progress: answer.progress});
+        this.report({waiting: this.waiting().length});
       } catch (error) {
         this.pause = Math.min(this.pause ? this.pause * 2 : 500, 10000);
         this.report({waiting: batch.length, error});
