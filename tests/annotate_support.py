@@ -17,6 +17,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from labeling.annotate import app
+from labeling.annotate.exchange import labels
 from prm.records import Step, StepLabel, Trajectory, append_jsonl
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -145,3 +147,64 @@ def chromium(*flags: str) -> Iterator[object]:
             yield driver
         finally:
             driver.quit()
+
+
+class Page:
+    """A labelling page, worked by keys that are counted."""
+
+    def __init__(self, driver, url):
+        self.driver, self.url, self.pressed = driver, url, 0
+        driver.get("about:blank")
+        driver.get(url)
+        self.wait("return document.querySelector('.step, .done')")
+        driver.get_log("performance")
+
+    def js(self, code, *args):
+        return self.driver.execute_script(code, *args)
+
+    def wait(self, code, *args, seconds=10):
+        until = time.monotonic() + seconds
+        while not (found := self.js(code, *args)):
+            assert time.monotonic() < until, code
+            time.sleep(0.01)
+        return found
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver, duration=0).send_keys(key).perform()
+            self.pressed += 1
+
+    def submit(self):
+        """n, and wait for the next item."""
+        before = self.js("return location.hash")
+        self.press("n")
+        self.wait("return location.hash !== arguments[0]", before)
+
+    def saved(self):
+        self.wait("return document.getElementById('saved').dataset.state === 'saved'")
+
+    def ratings(self):
+        return self.js("return [...document.querySelectorAll('.step')].map((row) => row.dataset.rating)")
+
+
+@contextlib.contextmanager
+def page(browser, tmp_path, trajectories, **options):
+    made = app(trajectories, db=str(tmp_path / "labels.db"), **options)
+    with serving(made) as url:
+        yield Page(browser, url), made.state.store
+
+
+def kept(store, annotator=None):
+    return {(label.trajectory_id, label.step): label for label in labels(store, annotator)}
+
+
+def sign_in(driver, url, name, password):
+    driver.get(url)
+    driver.find_element("id", "name").send_keys(name)
+    driver.find_element("id", "password").send_keys(password + "\n")
+    until = time.monotonic() + 10
+    while driver.execute_script("return location.pathname") == "/login":
+        assert time.monotonic() < until, driver.find_element("id", "message").text
+        time.sleep(0.01)
