@@ -120,6 +120,11 @@ def to_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
     return messages
 
 
+def action_text(message: Row) -> str:
+    """An assistant message as the text of an action: reasoning, content, and tool calls in the Hermes form."""
+    return _action(message, _ignore)
+
+
 def _clean_message(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"a message must be an object: message {i} is {short(message)}")

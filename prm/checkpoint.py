@@ -29,6 +29,7 @@ from prm.records import parse_json
 FORMAT = 1
 FILE = "prm.json"
 HEADS = ("score", "classifier")
+OTHER_FILES = ["*.gguf", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot"]
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".md")
 
 
@@ -144,7 +145,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path)))
+        return Path(snapshot_download(str(path), ignore_patterns=OTHER_FILES))
     except HFValidationError:
         raise ModelError(f"{path}: no such folder") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -258,6 +259,16 @@ def first_line(error: BaseException) -> str:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+def refuse_other(path: str | os.PathLike[str]) -> None:
+    """Raises ModelError: `path` is a file, or holds files of a model that is no PRM."""
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"{path}: is a file, expected a folder to write")
+    if ours := _model_files(target):
+        if not (target / FILE).exists():
+            raise ModelError(f"{path}: holds {ours[0].name} but no PRM; remove it or write elsewhere")
+
+
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `path` at the end, in one step.
@@ -265,15 +276,12 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     Files and folders in `path` that are no part of a model (logs, options) stay; a model that was there is replaced.
 
     Raises:
-        ModelError: `path` is a file, or holds files of a model that is no PRM.
+        ModelError: as `refuse_other`.
     """
+    refuse_other(path)
     target = Path(path)
-    if target.exists() and not target.is_dir():
-        raise ModelError(f"{path}: is a file, expected a folder to write")
-    there = sorted(target.iterdir()) if target.is_dir() else []
-    ours = [p for p in there if p.is_file() and p.suffix in MODEL_FILES]
-    if ours and not (target / FILE).exists():
-        raise ModelError(f"{path}: holds {ours[0].name} but no PRM; remove it or write elsewhere")
+    there = list(target.iterdir()) if target.is_dir() else []
+    ours = _model_files(target)
     new = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -290,6 +298,12 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.rename(new / name, target / name)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _model_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in MODEL_FILES)
 
 
 def _link(old: Path, new: Path) -> None:

@@ -91,8 +91,9 @@ def rollout(argv: list[str]) -> int:
     """play episodes of a policy in an environment"""
     from prm.config import progress
     from prm.env import EnvConfig
+    from prm.records import Writer
     from rl.policies import PolicyConfig, load_policy
-    from rl.rollout import RolloutConfig, episodes, failed_action, named
+    from rl.rollout import RolloutConfig, episodes, failed_action
 
     description = rollout.__doc__ or ""
     _, where, policy_config, config = parse("rollout", description, [], [EnvConfig, PolicyConfig, RolloutConfig], argv)
@@ -106,15 +107,16 @@ def rollout(argv: list[str]) -> int:
     bar = progress(config.n, "rollout", "episode", initial=config.n - len(seeds))
     good, failed = [t.outcome for t in there if t.outcome is not None], 0
     played = episodes(policy, make, seeds, batch=config.batch, max_steps=config.max_steps) if policy else ()
-    for _, episode in played:
-        if failed_action(episode):
-            failed += 1
-        else:
-            meta = {"env": where.env, "env_args": where.env_args} | named(policy)
-            append_jsonl(config.out, episode.trajectory(**meta))
-            if episode.outcome is not None:
-                good.append(episode.outcome)
-        bar.update()
+    meta = {"env": where.env, "env_args": where.env_args, "policy": policy_config.policy}
+    with Writer(config.out) as writer:
+        for _, episode in played:
+            if failed_action(episode):
+                failed += 1
+            else:
+                writer.add(episode.trajectory(**meta))
+                if episode.outcome is not None:
+                    good.append(episode.outcome)
+            bar.update()
     bar.close()
     if failed:
         reason = getattr(policy, "errors", None) or ["no reason given"]

@@ -121,14 +121,16 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
     flag = "--" + field.name.replace("_", "-")
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.metadata["help"] + shown).replace("%", "%%")}
     if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=common["help"])
         return
     metavar = {int: "N", float: "X"}.get(kind, field.name.rsplit("_", 1)[-1].upper())
     if field.metadata["choices"]:
         common["choices"] = list(field.metadata["choices"])
     else:
         common["metavar"] = metavar
-    parser.add_argument(flag, type=kind, **({"nargs": "+"} if many else {}), **common)
+    if many:
+        common["nargs"] = "+"
+    parser.add_argument(flag, type=kind, **common)
 
 
 def _from_file(path: str, known: Mapping[str, tuple[type, dataclasses.Field[Any], Any]]) -> dict[str, Any]:

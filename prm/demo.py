@@ -19,22 +19,24 @@ from prm.errors import PrmError
 from prm.records import StepLabel, Trajectory, read_jsonl
 
 ENV = "rl.envs.multihop:MultiHop"
-EXPERT = "rl.envs.multihop:Expert"
+EXPERT = "rl.envs.multihop:sloppy"
 SUCCESS = {
     "warm_start_success": "warm start",
     "sparse_success": "PPO, outcome only",
     "dense_success": "PPO, step rewards",
 }
 QUALITY = {"prm_auc": "AUC", "prm_first_error_f1": "first-error F1", "prm_ece": "calibration error"}
-HELD_OUT = '{"split": "test", "hops": [2, 3]}'
-TRAIN = '{"split": "train", "hops": [2, 3]}'
+ENV_ARGS = '{"hops": [2, 3], "snippets": 1}'
+HELD_OUT = 2700  # the first seed whose questions are held out: no stage learns from them
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     out: str = option("runs/demo", "write everything here; what is there already is not made again")
     seed: int = option(0, "of the tiny model, the data and the episodes")
-    expert: int = option(400, "expert episodes to start from")
+    expert: int = option(2700, "expert episodes to start from, mistakes included")
+    copy_updates: int = option(400, "updates of the tiny model on quoting, before it sees the task")
+    warm_updates: int = option(700, "updates of the warm start")
     labelled: int = option(200, "episodes whose steps are labelled")
     k: int = option(4, "continuations a step")
     updates: int = option(16, "PPO updates, in each of the two runs")
@@ -55,19 +57,22 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
     at |= {name: str(out / name) for name in ("test.jsonl", "test_labels.jsonl", "test_scores.jsonl", "evaluation")}
     warm, prm = at["warm"], at["prm"]
     acting = ["--policy", warm, "--max-action-tokens", "24"]
-    env, held_out = ["--env", ENV, "--env-args", TRAIN], ["--env", ENV, "--env-args", HELD_OUT]
+    env = ["--env", ENV, "--env-args", ENV_ARGS]
+    held_out = ["--n", str(config.evaluated), "--seed", str(HELD_OUT)]
     ppo = [
-        *("ppo", *env, "--eval-args", HELD_OUT, *acting, "--eval-episodes", str(config.evaluated)),
+        *("ppo", *env, *acting, "--eval-episodes", str(config.evaluated), "--eval-seed", str(HELD_OUT)),
         *("--updates", str(config.updates), "--episodes", str(config.episodes), "--seed", str(config.seed)),
-        *("--lr", "2e-4", "--critic-lr", "1e-3", "--max-steps", "8"),
+        *("--lr", "3e-4", "--critic-lr", "1e-3", "--max-steps", "8"),
     ]
+    tiny = ["--min-outcome", "0", "--epochs", "100", "--lr", "3e-3", "--max-updates", str(config.warm_updates)]
+    tiny += ["--copy-updates", str(config.copy_updates), "--seed", str(config.seed)]
     stages: list[tuple[str, str, list[list[str]]]] = [
         (
             "warm start",
             warm,
             [
                 ["rollout", *env, "--policy", EXPERT, "--n", str(config.expert), "--out", at["expert.jsonl"]],
-                ["sft", at["expert.jsonl"], "--base", "tiny", "--out", warm, "--epochs", "6", "--lr", "2e-3"],
+                ["sft", at["expert.jsonl"], "--base", "tiny", "--out", warm, *tiny],
             ],
         ),
         (
@@ -75,14 +80,14 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
             at["test.jsonl"],
             [
                 ["rollout", *env, *acting, "--n", str(config.labelled), "--out", at["trajectories.jsonl"]],
-                ["rollout", *held_out, *acting, "--n", str(config.evaluated), "--out", at["test.jsonl"]],
+                ["rollout", *env, *acting, *held_out, "--out", at["test.jsonl"]],
             ],
         ),
         (
             "labels",
             at["test_labels.jsonl"],
             [
-                ["mc", at[t], "--env", ENV, *acting, "--k", str(config.k), "--out", at[labels]]
+                ["mc", at[t], *env, *acting, "--k", str(config.k), "--out", at[labels]]
                 for t, labels in (("trajectories.jsonl", "labels.jsonl"), ("test.jsonl", "test_labels.jsonl"))
             ],
         ),

@@ -116,9 +116,11 @@ class PRM:
             if lora_rank is not None:
                 model = _with_lora(model, lora_rank, lora_alpha, lora_targets, [i for _, i in added])
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and max_tokens and max_tokens > limit:
+            raise UsageError(f"max_tokens {max_tokens} is more than the {limit} that the model reads")
         settings = Settings(
             layout=layout,
-            max_tokens=min(max_tokens or limit, limit) if limit else max_tokens,
+            max_tokens=max_tokens or limit,
             step_token=step_token,
             lora=lora_rank is not None,
             base=where,

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -233,6 +234,32 @@ def append_jsonl(
     finally:
         os.close(handle)
     return len(lines)
+
+
+class Writer:
+    """Appends records to a file in groups, at the latest every two seconds and when it is left, also by an error."""
+
+    def __init__(self, path: str | os.PathLike[str], group: int = 256) -> None:
+        self.path, self.group = path, group
+        self._waiting: list[Trajectory | StepLabel] = []
+        self._since = time.monotonic()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.flush()
+
+    def add(self, record: Trajectory | StepLabel) -> None:
+        """Write the record, now or with the next ones."""
+        self._waiting.append(record)
+        if len(self._waiting) >= self.group or time.monotonic() - self._since > 2:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        append_jsonl(self.path, self._waiting)
+        self._waiting, self._since = [], time.monotonic()
 
 
 def dump_json(value: Any) -> bytes:

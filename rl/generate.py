@@ -81,8 +81,8 @@ class Generator:
         positions = (past + fresh.cumsum(1) - 1).clamp(min=0)
         self.read_tokens += int(fresh.sum())
         logits = self._forward(ids.to(device), fresh, positions.to(device))
-        for row, chunk in zip(self._rows, chunks, strict=True):
-            row.extend(chunk)
+        for known, chunk in zip(self._rows, chunks, strict=True):
+            known.extend(chunk)
         count = len(chunks)
         out_ids: list[list[int]] = [[] for _ in range(count)]
         out_logprobs: list[list[float]] = [[] for _ in range(count)]

@@ -218,7 +218,7 @@ class EndpointPolicy:
         return Action(text, finish=finish)
 
     def _messages(self, history: History) -> list[dict[str, Any]]:
-        from prm.formats import to_messages
+        from prm.chat import to_messages
         from prm.records import Trajectory
 
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -233,6 +233,6 @@ def draw_random(history: History) -> Random:
 
 def _action_text(message: Any) -> str:
     """An assistant message as the text of an action, tool calls as the model would have written them."""
-    from prm.formats import action_text
+    from prm.chat import action_text
 
     return action_text(message.model_dump())

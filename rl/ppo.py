@@ -41,6 +41,7 @@ class PPOConfig(RewardConfig):
     lr: float = option(1e-6, "learning rate of the policy (1e-6 suits 7B, 2e-4 a tiny model)")
     critic_lr: float = option(1e-5, "learning rate of the critic")
     critic_warmup: int = option(1, "updates in which the critic alone learns")
+    eval_seed: int = option(10**9, "the evaluation's seeds are these and the next")
     critic_epochs: int = option(4, "passes of the critic over the episodes in those updates")
     gamma: float = option(1.0, "discount, per policy token")
     gae_lambda: float = option(0.95, "GAE's lambda, per policy token")
@@ -124,7 +125,7 @@ def train(
         gradient_checkpointing=config.gradient_checkpointing,
     )
     policy.model = policy.generator.model = roles.model
-    optimisers = {
+    optimisers: dict[str, torch.optim.Optimizer] = {
         "policy": torch.optim.AdamW(roles.parameters("policy").values(), lr=config.lr, weight_decay=0.0),
         "critic": torch.optim.AdamW(roles.parameters("critic").values(), lr=config.critic_lr, weight_decay=0.0),
     }
@@ -157,7 +158,7 @@ def train(
         ]
         samples = [sample(policy, e, r.total) for e, r in zip(batch, rewards, strict=True)]
         learned = learn(samples, roles, optimisers, config, kl_coefficient, update)
-        line = {"update": update, "episodes": (update + 1) * config.episodes}
+        line: dict[str, float] = {"update": update, "episodes": (update + 1) * config.episodes}
         line |= _describe(batch, rewards, scores, samples) | learned
         line |= {"kl_coefficient": kl_coefficient, "seconds_rollout": rolled - started}
         line |= {"seconds_score": scored - rolled, "seconds_update": time.monotonic() - scored}
@@ -216,7 +217,7 @@ def sample(policy: TransformersPolicy, episode: Episode, rewards: Sequence[float
 def gae(rewards: Tensor, values: Tensor, last_value: float, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimates (n,) over an episode's policy tokens; `last_value` is 0 unless it was cut."""
     advantages = torch.zeros_like(rewards)
-    running, after = 0.0, last_value
+    running, after = torch.zeros(()), torch.tensor(last_value)
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * after - values[t]
         running = delta + gamma * lam * running
@@ -339,10 +340,10 @@ def learn(
 
 
 def evaluate(policy: TransformersPolicy, env: str | Env | EnvFactory, config: PPOConfig) -> float:
-    """Success in [0, 1] over episodes on seeds that training does not use (they start at 10^9)."""
+    """Success in [0, 1] over the evaluation's episodes, on seeds that training does not use."""
     if not config.eval_episodes:
         return float("nan")
-    seeds = range(10**9, 10**9 + config.eval_episodes)
+    seeds = range(config.eval_seed, config.eval_seed + config.eval_episodes)
     played = rollout(policy, env, seeds, batch=config.batch, max_steps=config.max_steps)
     return sum(t.outcome or 0.0 for t in played) / len(played)
 
@@ -490,7 +491,8 @@ def _resume(
 
 def _options(config: PPOConfig) -> dict[str, Any]:
     """The options that decide the numbers; how long to go on and what to write do not."""
-    free = {"out", "updates", "eval_every", "eval_episodes", "save_every", "audit_every", "audit", "micro_tokens"}
+    free = {"out", "updates", "eval_every", "eval_episodes", "eval_seed", "save_every"}
+    free |= {"audit_every", "audit", "micro_tokens"}
     return {k: v for k, v in vars(config).items() if k not in free}
 
 

@@ -31,8 +31,9 @@ class SFTConfig:
     dtype: str = option("auto", "weights", choices=("auto", "float32", "bfloat16"))
     seed: int = option(0, "of data order and of a tiny model's weights")
     width: int = option(128, "tiny: width")
-    layers: int = option(4, "tiny: layers")
-    vocabulary: int = option(2048, "tiny: size of the vocabulary")
+    layers: int = option(2, "tiny: layers")
+    vocabulary: int = option(4096, "tiny: size of the vocabulary")
+    copy_updates: int = option(0, "tiny: first so many updates on quoting random tokens")
 
 
 def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
@@ -52,7 +53,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
 
     from prm.config import progress
     from rl.policies import PolicyConfig, TransformersPolicy
-    from rl.tiny import tiny_model, tiny_tokenizer
+    from rl.tiny import teach_copying, tiny_model, tiny_tokenizer
 
     kept = [t for t in trajectories if t.steps and (t.outcome is None or t.outcome >= config.min_outcome)]
     if not kept:
@@ -60,6 +61,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
     if config.base == "tiny":
         tokenizer = tiny_tokenizer((_as_text(t) for t in kept), config.vocabulary)
         model = tiny_model(tokenizer, width=config.width, layers=config.layers, seed=config.seed)
+        teach_copying(model, config.copy_updates, seed=config.seed)
     else:
         dtype = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         try:
@@ -108,6 +110,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
             learning_rate=config.lr,
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
+            adam_beta2=0.98,
             gradient_checkpointing=config.gradient_checkpointing,
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),

@@ -33,6 +33,7 @@ def test_the_names_are_pinned():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
+        ("labeling.annotate", ["app"]),
         ("labeling.montecarlo", ["rollout_labels", "tree_labels"]),
         ("distill.train", ["distill"]),
         ("distill.evaluate", ["evaluate"]),

@@ -498,3 +498,6 @@ class Expert:
         if kind == "elsewhere":
             return f"search: {query} {draw.choice(sorted(named.difference(asked.entities[1:])))}"
         return f"answer: {draw.choice(sorted(e for e in named if not accepts(asked, e)))}"
+
+
+sloppy = Expert(error=0.3)
