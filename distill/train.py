@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from distill import calibrate
 from distill.data import Row, Targets, check_labels, merge, rows, split
-from prm.checkpoint import FILE, quiet
+from prm.checkpoint import quiet, refuse_other
 from prm.config import option, progress
 from prm.errors import DataError, UsageError
 from prm.model import PRM, by_length
@@ -40,11 +40,12 @@ class DistillConfig:
     out: str = option(..., "write the PRM here")
     lora_rank: int | None = option(None, "train a LoRA of this rank and the head, instead of all weights")
     lora_alpha: float | None = option(None, "the LoRA's scale times its rank (default: twice the rank)")
+    lora_targets: tuple[str, ...] = option(("all-linear",), "names of the layers that get one")
     layout: str = option("plain", "how a trajectory is read", choices=("plain", "chat", "text"))
     step_token: str | None = option(None, "a token put after each action and read there")
     add_tokens: tuple[str, ...] = option((), "tokens to add to the vocabulary")
     max_tokens: int | None = option(None, "the most tokens read at once (default: what the model allows)")
-    epochs: int = option(4, "passes over the labels; the best by held-out loss is kept")
+    epochs: int = option(3, "passes over the labels; the best by held-out loss is kept")
     batch: int = option(8, "trajectories an update (parts, of those longer than max-tokens)")
     batch_tokens: int = option(8192, "the most tokens at a time, with padding; a matter of memory, not of results")
     lr: float | None = option(None, "learning rate (default: 2e-4 with LoRA; 1e-5 for 7B weights, more for fewer)")
@@ -75,7 +76,7 @@ def distill(trajectories: Sequence[Trajectory], labels: Sequence[StepLabel], con
 
     Raises:
         DataError: a label is of no known step, nothing is labelled, or there is one task only.
-        ModelError: the base cannot be loaded, or does not fit its tokenizer or the options.
+        ModelError: the base cannot be loaded, or does not fit its tokenizer or the options; `out` holds another model.
         UsageError: `out` holds an unfinished run of other data or options.
     """
     _check(config)
@@ -91,6 +92,7 @@ def distill(trajectories: Sequence[Trajectory], labels: Sequence[StepLabel], con
         config.base,
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        lora_targets="all-linear" if config.lora_targets == ("all-linear",) else config.lora_targets,
         layout=config.layout,
         max_tokens=config.max_tokens,
         add_tokens=config.add_tokens,
@@ -344,8 +346,7 @@ def _check(config: DistillConfig) -> None:
     for name, allowed in (("neutral", ("keep", "drop")), ("calibration", ("temperature", "isotonic", "none"))):
         if getattr(config, name) not in allowed:
             raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
-    if Path(config.out, "config.json").exists() and not Path(config.out, FILE).exists():
-        raise UsageError(f"{config.out}: holds a model that is no PRM; write elsewhere")
+    refuse_other(config.out)
 
 
 def _drop_neutral(targets: Targets) -> int:

@@ -264,9 +264,8 @@ def refuse_other(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{path}: is a file, expected a folder to write")
-    if ours := _model_files(target):
-        if not (target / FILE).exists():
-            raise ModelError(f"{path}: holds {ours[0].name} but no PRM; remove it or write elsewhere")
+    if (ours := _model_files(target)) and not (target / FILE).exists():
+        raise ModelError(f"{path}: holds {ours[0].name} but no PRM; remove it or write elsewhere")
 
 
 @contextlib.contextmanager

@@ -286,6 +286,20 @@ def test_an_interrupted_run_ends_with_the_same_numbers(base, data, tmp_path, mon
         assert (out / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
 
 
+def test_bfloat16_is_near(base, data, tmp_path):
+    for rank in (None, 4):
+        exact, near = (
+            run(base, data, tmp_path / f"{rank} {dtype}", epochs=1, lora_rank=rank, dtype=dtype)[0]
+            for dtype in ("float32", "bfloat16")
+        )
+        assert near == pytest.approx(exact, abs=0.05) and near != exact
+
+
+def test_another_model_is_not_written_over(base, data):
+    with pytest.raises(ModelError, match="but no PRM"):
+        distill(*data, DistillConfig(base=base, out=base))
+
+
 def test_a_run_of_other_data_is_not_continued(base, data, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "fit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

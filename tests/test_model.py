@@ -415,6 +415,7 @@ def test_an_added_token_changes_no_tokenizer_but_the_prms(base):
         {"layout": "prose"},
         {"dtype": "int4"},
         {"max_tokens": 0},
+        {"max_tokens": 4096},
         {"lora_rank": 0},
         {"add_tokens": "<step>"},
     ],
@@ -523,6 +524,9 @@ def test_bfloat16_is_near_and_its_head_is_exact(made, base, tmp_path):
     assert half.backbone.dtype == torch.bfloat16
     assert torch.equal(half.head.weight, full.head.weight)
     assert close(half.score(TEXTS), full.score(TEXTS), 0.1)
+    assert close(
+        PRM.load(made["folder"] / "lora", dtype="bfloat16").score(TEXTS), made["prms"]["lora"].score(TEXTS), 0.1
+    )
     half.save(tmp_path / "half")
     assert close(PRM.load(tmp_path / "half").score(TEXTS), half.score(TEXTS))
     lora = nudge(PRM.create(base, lora_rank=2, dtype="bfloat16"))
