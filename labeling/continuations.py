@@ -12,12 +12,14 @@ import copy
 import hashlib
 import heapq
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
+from labeling.processes import ProcessEnv
 from prm.env import Action, Env, EnvFactory, Episode, Policy, replay
-from prm.errors import DataError, EnvError, ReplayError
+from prm.errors import DataError, EnvError, ReplayError, UsageError
 from prm.records import Step, Trajectory, append_jsonl, content_id, dump_json, iter_jsonl
 
 RESTORE = -1  # the draw of a request that only asks whether the episode is over after its prefix
@@ -73,18 +75,21 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a run: `batch` episodes in flight, `max_steps` steps a continuation, and a budget for all of it."""
+    """What bounds a run.
+
+    Args:
+        batch: episodes in flight.
+        max_steps: steps of a continuation.
+        continuations, tokens: the budget for all of it.
+        workers: environments are processes, so many at most, each killed when it does not answer for `timeout` seconds.
+    """
 
     batch: int = 256
     max_steps: int = 50
     continuations: int | None = None
     tokens: int | None = None
-
-
-class CopyableEnv(Protocol):
-    """An environment that can copy itself, state and all, so that siblings need not be replayed one by one."""
-
-    def copy(self) -> Env: ...
+    workers: int = 0
+    timeout: float = 60.0
 
 
 class Runner:
@@ -103,11 +108,14 @@ class Runner:
         self._count = 0
         self._running: list[_Running] = []
         self._restored: tuple[str, Episode] | None = None
+        self._idle: list[ProcessEnv] = []
+        self._room = min(limits.batch, limits.workers or limits.batch)
+        self._threads = ThreadPoolExecutor(limits.workers) if limits.workers else None
 
     @property
     def hungry(self) -> bool:
         """Whether there is less in the queue than fits beside what runs."""
-        return len(self._queue) + len(self._running) < 2 * self.limits.batch
+        return len(self._queue) + len(self._running) < 2 * self._room
 
     @property
     def spent(self) -> bool:
@@ -125,57 +133,84 @@ class Runner:
         """Start what there is room for, let every running episode take one step; what ended, None for what the budget
         does not cover."""
         out: list[tuple[Request, Continuation | None]] = []
-        while self._queue and len(self._running) < self.limits.batch:
+        starting: list[Request] = []
+        while self._queue and len(self._running) + len(starting) < self._room:
             request = heapq.heappop(self._queue)[2]
-            if request.draw != RESTORE and self.spent:
+            if request.draw == RESTORE:
+                starting.append(request)
+            elif self.spent:
                 out.append((request, None))
-                continue
-            started = self._start(request)
+            else:
+                self.launched += 1
+                starting.append(request)
+        for request, started in zip(starting, self._each(self._start, starting), strict=True):
             if isinstance(started, Continuation):
                 out.append((request, started))
             else:
                 self._running.append(started)
         if not self._running:
             return out
-        actions = self._act()
         still = []
-        for one, action in zip(self._running, actions, strict=True):
-            ended = self._step(one, action)
+        acted = zip(self._running, self._act(), strict=True)
+        for one, ended in zip(self._running, self._each(self._step, acted), strict=True):
             if ended is None:
                 still.append(one)
             else:
+                self._release(one.episode.env)
                 out.append((one.request, ended))
         self._running = still
         return out
 
+    def close(self) -> None:
+        """End the environments' processes."""
+        for one in self._running:
+            self._release(one.episode.env)
+        for env in self._idle:
+            env.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _each(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """One after the other; side by side where the environments are processes."""
+        return list(map(call, items) if self._threads is None else self._threads.map(call, items))
+
+    def _env(self) -> Env:
+        if not self.limits.workers:
+            return self.make()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return ProcessEnv(self.make, self.limits.timeout)
+
+    def _release(self, env: Env) -> None:
+        if isinstance(env, ProcessEnv):
+            self._idle.append(env)
+
     def _start(self, request: Request) -> _Running | Continuation:
         """Restore the state. A replay that differs is the trajectory's fault and is raised."""
-        if request.draw != RESTORE:
-            self.launched += 1
-        try:
-            episode = self._restore(request)
-        except ReplayError:
-            raise
-        except EnvError as error:
-            return Continuation("error", reason=str(error))
-        if episode.done:
-            return _ended(episode, (), 0)
-        if request.draw == RESTORE:
-            return Continuation("open")
+        prefix = request.key.partition(":")[0]
+        if self._restored is not None and self._restored[0] == prefix:
+            episode = _copied(self._restored[1])
+        else:
+            env = self._env()
+            try:
+                episode = replay(env, request.trajectory, request.steps)
+            except ReplayError:
+                raise
+            except EnvError as error:
+                self._release(env)
+                return Continuation("error", reason=str(error))
+            if callable(getattr(env, "copy", None)):
+                self._restored = prefix, _copied(episode)
+        if episode.done or request.draw == RESTORE:
+            self._release(episode.env)
+            return _ended(episode, (), 0) if episode.done else Continuation("open")
+        _check_text(episode.env, self.policy)
         if callable(begin := getattr(episode.env, "begin_continuation", None)):
             begin()
         draw = hashlib.sha256(f"{self.seed}:{request.key}".encode()).digest()[:6]
         episode.history = replace(episode.history, seed=int.from_bytes(draw, "big"))
         return _Running(request, episode)
-
-    def _restore(self, request: Request) -> Episode:
-        prefix = request.key.partition(":")[0]
-        if self._restored is not None and self._restored[0] == prefix:
-            return _copied(self._restored[1])
-        episode = replay(self.make(), request.trajectory, request.steps)
-        if callable(getattr(episode.env, "copy", None)):
-            self._restored = prefix, _copied(episode)
-        return episode
 
     def _act(self) -> list[Action]:
         histories = [one.episode.history for one in self._running]
@@ -194,8 +229,9 @@ class Runner:
         self.tokens += sum(counted)
         return actions
 
-    def _step(self, one: _Running, action: Action) -> Continuation | None:
+    def _step(self, acted: tuple[_Running, Action]) -> Continuation | None:
         """Apply an action; None while the episode goes on."""
+        one, action = acted
         history = one.episode.history
         if action.finish == "error":
             return Continuation("error", None, _own(one), one.tokens, "the policy failed")
@@ -218,6 +254,15 @@ class _Running:
     request: Request
     episode: Episode
     tokens: int = 0
+
+
+def _check_text(env: Env, policy: Policy) -> None:
+    """Where actions continue one text, a policy that opens a new turn for each would continue another one."""
+    if getattr(env, "continues_text", False):
+        layout = getattr(policy, "kind", None) or getattr(getattr(policy, "config", None), "layout", "text")
+        if layout != "text":
+            name = type(policy).__name__
+            raise UsageError(f"{name} acts in turns (layout {layout}) and cannot continue a text: use the layout text")
 
 
 def _own(one: _Running) -> tuple[Step, ...]:
@@ -261,7 +306,8 @@ class Journal:
         self.known: dict[str, Continuation] = {}
         if path is not None and os.path.exists(path):
             rows: Iterable[Any] = iter_jsonl(path, _Row, skip_bad=True)  # type: ignore[type-var]
-            self.known = {row.key: row.continuation for row in rows if row.mark == mark}
+            # What failed may work now.
+            self.known = {r.key: r.continuation for r in rows if r.mark == mark and r.continuation.status != "error"}
 
     def add(self, done: Iterable[tuple[str, Continuation]]) -> None:
         rows = [_Row(self.mark, key, continuation) for key, continuation in done]

@@ -1,7 +1,8 @@
 """Step labels from continuations: a step is as good as the policy's chance to succeed from it.
 
 Math-Shepherd (Wang et al. 2023, arXiv 2312.08935): from the state after each step the policy is run to the end K times;
-the soft label is the share of successes (their equation 4), the hard label whether there was any (equation 3).
+the soft label is the share of successes (their equation 4), the hard label whether there was any (equation 3). Cheaper
+ways to labels like these are in `labeling.adaptive`, `labeling.search` and `labeling.tree`.
 """
 
 from __future__ import annotations
@@ -9,31 +10,24 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from labeling.adaptive import staged
 from labeling.continuations import RESTORE, Continuation, Journal, Limits, Request, Runner, Strategy, drive
-from prm.config import option, progress
-from prm.env import Env, EnvFactory, Policy, env_factory
+from labeling.draws import MonteCarloConfig, chosen_steps, draws_label, is_over, over_label
+from labeling.search import first_error
+from labeling.tree import grown, same_start
+from prm.config import progress
+from prm.env import Env, EnvFactory, Policy, env_factory, load_attribute
 from prm.errors import EnvError, UsageError
 from prm.records import StepLabel, Trajectory, append_jsonl, read_jsonl
 
+__all__ = ["MonteCarloConfig", "first_error_labels", "rollout_labels", "tree_labels"]
 
-@dataclass(frozen=True)
-class MonteCarloConfig:
-    k: int = option(8, "continuations from the state after each step")
-    seed: int = option(0, "of the draws")
-    hard: bool = option(False, "score 1 where any continuation succeeded and 0 where none did, not their share")
-    batch: int = option(256, "episodes in flight, and so histories in one call of the policy")
-    max_steps: int = option(50, "cut a continuation after so many steps (it then says nothing)")
-    max_trajectories: int | None = option(None, "label only so many trajectories, drawn at random")
-    max_steps_per_trajectory: int | None = option(None, "label only so many steps of each, drawn at random")
-    budget: int | None = option(None, "the most continuations of the whole run")
-    budget_tokens: int | None = option(None, "the most sampled tokens of the whole run")
+Out = str | os.PathLike[str] | None
 
 
 def rollout_labels(
@@ -42,14 +36,14 @@ def rollout_labels(
     policy: Policy,
     config: MonteCarloConfig | None = None,
     *,
-    out: str | os.PathLike[str] | None = None,
+    out: Out = None,
 ) -> list[StepLabel]:
-    """Label steps by K continuations from the state after each.
+    """Label steps by K continuations from the state after each; fewer with `config.adaptive`.
 
-    The state is restored by replaying the actions with the trajectory's own seed, and checked. A continuation that a
-    limit cut, or that failed, is no failure of the step: it is counted in the label's meta and is not in `weight`. A
-    step without any valid continuation has no label. Where the episode was over after the step, its outcome is the
-    score, at no cost, with weight K.
+    The state is restored by replaying the actions with the trajectory's own seed, and checked, or copied where the
+    environment has a method `copy`. A continuation that a limit cut, or that failed, is no failure of the step: it is
+    counted in the label's meta and is not in `weight`. A step without any valid continuation has no label. Where the
+    episode was over after the step, its outcome is the score, at no cost, with weight K.
 
     Args:
         trajectories: as recorded in `env`; `meta["seed"]` and `meta["options"]` start an episode again.
@@ -57,12 +51,14 @@ def rollout_labels(
         policy: its sampling temperature must not be 0 when K > 1.
         config: defaults as in `MonteCarloConfig`.
         out: append the labels of each trajectory here as soon as it is done. Trajectories whose labels by this policy
-            are there already are not run again, and the continuations of unfinished ones are kept beside it.
+            are there already are not run again; `OUT.continuations` keeps what was run until all are labelled, so that
+            nothing is run twice, whenever the run was stopped.
 
     Returns:
         the labels in the order of trajectories and steps, those found in `out` included. `score` is successes / valid
-        (in `meta`: "n_requested", "valid", "successes", "n_distinct", "truncated", "errors", "no_answer"),
-        `weight` is valid, `source` is "mc:" and the policy's name.
+        (adaptive: the unbiased estimate), `weight` is valid, `source` is "mc:" and the policy's name, and `meta` has
+        "n_requested", "valid", "successes", "n_distinct", "truncated", "errors", "no_answer", "low_confidence" (all
+        continuations were one text), "tokens" (sampled for this label), "interval" (95 %, Wilson).
 
     Raises:
         ReplayError: a trajectory does not replay; the message names the step.
@@ -70,7 +66,73 @@ def rollout_labels(
         EnvError: no continuation at all was valid.
     """
     config = config or MonteCarloConfig()
-    return labelled(trajectories, env, policy, config, out, "mc", lambda one: _fixed(one, config, policy_name(policy)))
+    source = f"mc:{policy_name(policy)}"
+    chosen = _chosen(trajectories, config)
+    if not config.adaptive:
+        return _labelled([[one] for one in chosen], _fixed, env, policy, config, source, out)
+    bounded = config.budget is not None or config.budget_tokens is not None
+    return _labelled(same_start(chosen), staged, env, policy, config, source, out, at_once=bounded)
+
+
+def first_error_labels(
+    trajectories: Sequence[Trajectory],
+    env: str | EnvFactory | type[Env],
+    policy: Policy,
+    config: MonteCarloConfig | None = None,
+    *,
+    out: Out = None,
+) -> list[StepLabel]:
+    """Label steps by where the first error is: the step after which no continuation succeeds any more.
+
+    Arguments and errors are those of `rollout_labels`. The score is P(no error up to this step), see
+    `labeling.search.first_error`. It takes about as many continuations as K = 8 spends on one or two steps.
+    """
+    config = config or MonteCarloConfig()
+    source = f"mc:{policy_name(policy)}"
+    groups = [[one] for one in _chosen(trajectories, config)]
+    return _labelled(groups, first_error, env, policy, config, source, out)
+
+
+def tree_labels(
+    trajectories: Sequence[Trajectory],
+    env: str | EnvFactory | type[Env],
+    policy: Policy,
+    config: MonteCarloConfig | None = None,
+    *,
+    out: Out = None,
+    new: Out = None,
+) -> tuple[list[StepLabel], list[Trajectory]]:
+    """Label states by tree search, see `labeling.tree`; one tree for all trajectories of a task.
+
+    Arguments and errors are those of `rollout_labels`.
+
+    Args:
+        new: append the trajectories that the search made, and that some labels speak of, here.
+
+    Returns:
+        the labels, source "tree:" and the policy's name, and those trajectories. Every state is labelled once a
+        trajectory that was given, or once in one of the new ones.
+    """
+    config = config or MonteCarloConfig()
+    if config.k < 2:
+        raise UsageError(f"a tree needs k >= 2, got {config.k}")
+    if out is not None and new is None:
+        raise UsageError(f"labels in {out} would name trajectories that are written nowhere: say where (new)")
+    source = f"tree:{policy_name(policy)}"
+    groups = same_start(_chosen(trajectories, config))
+    there = {} if new is None or not os.path.exists(new) else {t.id: t for t in read_jsonl(new, Trajectory)}
+    made = dict(there)
+
+    def keep(product: tuple[list[StepLabel], list[Trajectory]]) -> list[StepLabel]:
+        labels, trajectories = product
+        fresh = [one for one in trajectories if one.id not in made]
+        made.update((one.id, one) for one in fresh)
+        if new is not None:
+            append_jsonl(new, fresh)
+        return labels
+
+    labels = _labelled(groups, grown, env, policy, config, source, out, keep, list(there.values()))
+    return labels, list(made.values())
 
 
 def policy_name(policy: Policy) -> str:
@@ -79,136 +141,100 @@ def policy_name(policy: Policy) -> str:
     return name if isinstance(name, str) and name else type(policy).__name__
 
 
-def chosen_steps(trajectory: Trajectory, config: MonteCarloConfig) -> list[int]:
-    """The steps to label: all, or a random subset that depends on the seed and the trajectory alone."""
-    steps = list(range(len(trajectory.steps)))
-    most = config.max_steps_per_trajectory
-    if most is None or most >= len(steps):
-        return steps
-    return sorted(Random(f"{config.seed}:{trajectory.id}").sample(steps, most))
+def _chosen(trajectories: Sequence[Trajectory], config: MonteCarloConfig) -> list[Trajectory]:
+    """Each trajectory once; a random subset where only so many are to be labelled."""
+    unique = {one.id: one for one in trajectories}
+    most = config.max_trajectories
+    if most is None or most >= len(unique):
+        return list(unique.values())
+    kept = set(Random(config.seed).sample(sorted(unique), most))
+    return [one for one in unique.values() if one.id in kept]
 
 
-def _fixed(trajectory: Trajectory, config: MonteCarloConfig, name: str) -> Strategy:
-    """K continuations from every chosen step."""
-    steps = chosen_steps(trajectory, config)
-    over = (yield [Request(trajectory, len(trajectory.steps), RESTORE)])[0]
-    labels = []
+def _fixed(trajectories: Sequence[Trajectory], config: MonteCarloConfig, source: str) -> Strategy:
+    """K continuations from every chosen step of one trajectory."""
+    (trajectory,) = trajectories
     last = len(trajectory.steps) - 1
-    wanted = [t for t in steps if t != last or not ended(over)]
-    requests = [Request(trajectory, t + 1, draw) for t in wanted for draw in range(config.k)]
+    restored = (yield [Request(trajectory, last + 1, RESTORE)])[0]
+    steps = chosen_steps(trajectory, config)
+    drawn: dict[int, list[Continuation]] = {t: [] for t in steps if t != last or not is_over(restored)}
+    requests = [Request(trajectory, t + 1, draw) for t in drawn for draw in range(config.k)]
     results = yield requests
-    by_step: dict[int, list[Continuation]] = {t: [] for t in wanted}
     for request, result in zip(requests, results, strict=True):
         if result is not None:
-            by_step[request.steps - 1].append(result)
-    for t in steps:
-        if t in by_step:
-            label = draws_label(trajectory, t, by_step[t], f"mc:{name}", config)
-        else:
-            label = over_label(trajectory, t, over, f"mc:{name}", config)
-        if label is not None:
-            labels.append(label)
-    return labels
+            drawn[request.steps - 1].append(result)
+    labels = [
+        draws_label(trajectory, t, drawn[t], source, config)
+        if t in drawn
+        else over_label(trajectory, t, restored, source, config)
+        for t in steps
+    ]
+    return [label for label in labels if label is not None]
 
 
-def ended(over: Continuation | None) -> bool:
-    """Whether a restored state's episode is over."""
-    return over is not None and over.status != "open"
-
-
-def over_label(
-    trajectory: Trajectory, step: int, over: Continuation | None, source: str, config: MonteCarloConfig
-) -> StepLabel | None:
-    """The label of a step that ended its episode: the outcome itself, which is certain."""
-    if over is None or over.outcome is None:
-        return None
-    meta = {"n_requested": 0, "over": True, "interval": [over.outcome, over.outcome]}
-    score = float(over.outcome > 0) if config.hard else over.outcome
-    return StepLabel(trajectory.id, step, score, source, config.k, meta=meta)
-
-
-def draws_label(
-    trajectory: Trajectory, step: int, draws: Sequence[Continuation], source: str, config: MonteCarloConfig
-) -> StepLabel | None:
-    """The label from continuations; None where none was valid."""
-    valid = [d.outcome for d in draws if d.outcome is not None]
-    if not valid:
-        return None
-    score = float(any(valid)) if config.hard else sum(valid) / len(valid)
-    return StepLabel(trajectory.id, step, score, source, len(valid), meta=counts(draws, config.k))
-
-
-def counts(draws: Sequence[Continuation], requested: int) -> dict[str, Any]:
-    """What a label's meta says of its continuations."""
-    status = Counter(d.status for d in draws)
-    valid = [d.outcome for d in draws if d.outcome is not None]
-    texts = {tuple(s.action for s in d.steps) for d in draws if d.status != "error"}
-    return {
-        "n_requested": requested,
-        "valid": len(valid),
-        "successes": sum(valid),
-        "n_distinct": len(texts),
-        "truncated": status["truncated"],
-        "errors": status["error"],
-        "no_answer": status["unanswered"] + sum(d.verdict == "no answer" for d in draws),
-        "low_confidence": len(draws) > 1 and len(texts) == 1,
-        "tokens": sum(d.tokens for d in draws),
-    }
-
-
-def labelled(
-    trajectories: Sequence[Trajectory],
+def _labelled(
+    groups: Sequence[list[Trajectory]],
+    strategy: Callable[[Sequence[Trajectory], MonteCarloConfig, str], Strategy],
     env: str | EnvFactory | type[Env],
     policy: Policy,
     config: MonteCarloConfig,
-    out: str | os.PathLike[str] | None,
-    kind: str,
-    strategy: Callable[[Trajectory], Strategy],
+    source: str,
+    out: Out,
+    keep: Callable[[Any], list[StepLabel]] = list,
+    more: Sequence[Trajectory] = (),
+    at_once: bool = False,
 ) -> list[StepLabel]:
-    """Run a strategy for every trajectory that has no labels yet; all labels."""
-    name = policy_name(policy)
-    _check(policy, config)
-    unique = {t.id: t for t in trajectories}
-    if config.max_trajectories is not None and config.max_trajectories < len(unique):
-        kept = set(Random(config.seed).sample(sorted(unique), config.max_trajectories))
-        unique = {i: t for i, t in unique.items() if i in kept}
-    labels: dict[str, list[StepLabel]] = {}
-    if out is not None and os.path.exists(out):
-        for label in read_jsonl(out, StepLabel):
-            if label.source == f"{kind}:{name}" and label.trajectory_id in unique:
-                labels.setdefault(label.trajectory_id, []).append(label)
-    left = [t for i, t in unique.items() if i not in labels]
-    limits = Limits(config.batch, config.max_steps, config.budget, config.budget_tokens)
-    runner = Runner(policy, env_factory(env), limits, config.seed)
-    mark = hashlib.sha256(f"{kind}:{name}:{config.seed}:{config.max_steps}".encode()).hexdigest()[:8]
-    journal = Journal(None if out is None else Path(f"{out}.continuations"), mark)
-    bar = progress(sum(len(chosen_steps(t, config)) for t in left), kind, "label")
-    made = 0
-    for trajectory_id, new in drive(((t.id, strategy(t)) for t in left), runner, journal):
-        labels[trajectory_id] = new
-        if out is not None:
-            append_jsonl(out, new)
-        made += len(new)
-        bar.update(len(new))
-        bar.set_postfix(_spent(runner, made, config), refresh=False)
-    bar.close()
-    journal.close()
-    everything = [label for i in unique for label in sorted(labels.get(i, []), key=lambda x: x.step)]
-    if left and runner.launched and not everything:
-        reasons = {c.reason for c in journal.known.values() if c.reason}
-        raise EnvError(f"none of {runner.launched} continuations was valid: {'; '.join(sorted(reasons)[:3])}")
-    _warn([label for i in unique for label in labels.get(i, []) if i in {t.id for t in left}])
-    return everything
+    """Run a strategy for each group of trajectories, without those that have labels already; all labels.
 
-
-def _check(policy: Policy, config: MonteCarloConfig) -> None:
-    for name in ("k", "batch", "max_steps"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} must be >= 1, got {getattr(config, name)}")
+    Args:
+        keep: takes a strategy's product, gives its labels.
+        more: trajectories whose labels in `out` also count.
+    """
     if config.k > 1 and getattr(policy, "temperature", None) == 0:
         raise UsageError(
             f"k = {config.k} at temperature 0 would be one continuation {config.k} times: set temperature > 0 or k = 1"
         )
+    labels: dict[str, list[StepLabel]] = {one.id: [] for group in [*groups, more] for one in group}
+    if out is not None and os.path.exists(out):
+        for label in read_jsonl(out, StepLabel):
+            if label.source == source and label.trajectory_id in labels:
+                labels[label.trajectory_id].append(label)
+    unlabelled = [[one for one in group if not labels[one.id]] for group in groups]
+    left = [group for group in unlabelled if group]
+    limits = Limits(
+        config.batch, config.max_steps, config.budget, config.budget_tokens, config.workers, config.timeout
+    )
+    mark = hashlib.sha256(f"{source}:{config.seed}:{config.max_steps}".encode()).hexdigest()[:8]
+    journal = Journal(None if out is None else Path(f"{out}.continuations"), mark)
+    # Another process finds an environment by its name, which the function around it has not.
+    named: Any = load_attribute(env) if isinstance(env, str) else env
+    runner = Runner(policy, named if config.workers else env_factory(named), limits, config.seed)
+    total = sum(len(chosen_steps(one, config)) for group in left for one in group)
+    bar = progress(total if not more else None, source.partition(":")[0], "label")
+    made: list[StepLabel] = []
+    whole = True
+    try:
+        strategies = ((group, strategy(group, config, source)) for group in left)
+        for group, product in drive(strategies, runner, journal, at_once=at_once):
+            fresh = keep(product)
+            whole = whole and {one.id for one in group} <= {label.trajectory_id for label in fresh}
+            if out is not None:
+                append_jsonl(out, fresh)
+            for label in fresh:
+                labels.setdefault(label.trajectory_id, []).append(label)
+            made += fresh
+            bar.update(len(fresh))
+            bar.set_postfix(_spent(runner, len(made), config), refresh=False)
+    finally:
+        bar.close()
+        runner.close()
+    if left and not made and runner.launched and not runner.spent:
+        reasons = sorted({c.reason for c in journal.known.values() if c.reason})
+        raise EnvError(f"none of {runner.launched} continuations led to a label: {'; '.join(reasons[:3])}")
+    if whole:
+        journal.close()
+    _warn(made)
+    return [label for one in labels.values() for label in sorted(one, key=lambda label: label.step)]
 
 
 def _spent(runner: Runner, labels: int, config: MonteCarloConfig) -> dict[str, str]:
@@ -221,14 +247,14 @@ def _spent(runner: Runner, labels: int, config: MonteCarloConfig) -> dict[str, s
     return shown
 
 
-def _warn(labels: Iterable[StepLabel]) -> None:
-    rows = [label for label in labels if label.meta.get("n_requested")]
-    alike = [label for label in rows if label.meta["low_confidence"]]
+def _warn(labels: Sequence[StepLabel]) -> None:
+    rows = [label for label in labels if label.meta.get("n_requested", 0) > 1]
+    alike = [label for label in rows if label.meta["low_confidence"] and label.meta["n_distinct"] == 1]
     if alike:
         one = alike[0]
         warnings.warn(
             f"{len(alike)} of {len(rows)} labels rest on one distinct continuation although more were asked for (the "
             f"first: trajectory {one.trajectory_id}, step {one.step}); a server that ignores seeds or caches by prompt "
             "does that, as does a policy that is sure. They are flagged low_confidence",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -150,27 +150,42 @@ def show(argv: list[str]) -> int:
 
 def mc(argv: list[str]) -> int:
     """label steps by continuations of a policy"""
+    import warnings
     from dataclasses import dataclass
+    from functools import partial
 
-    from labeling.montecarlo import MonteCarloConfig, rollout_labels
-    from prm.env import EnvConfig
+    from labeling.montecarlo import MonteCarloConfig, first_error_labels, rollout_labels, tree_labels
+    from prm.env import EnvConfig, load_attribute
+    from prm.records import parse_json
     from rl.policies import PolicyConfig, load_policy
 
     @dataclass(frozen=True)
     class OutConfig:
         out: str = option(..., "append labels here; trajectories that have labels there are not run again")
-        method: str = option("rollouts", "from every step", choices=("rollouts",))
+        method: str = option("rollouts", "how to spend continuations", choices=("rollouts", "first-error", "tree"))
+        new: str | None = option(None, "tree: the trajectories it makes go here (default: OUT.trajectories.jsonl)")
 
     places = [Positional("trajectories", "whose steps to label, as recorded in the environment")]
     configs = [EnvConfig, PolicyConfig, OutConfig, MonteCarloConfig]
     files, where, policy_config, target, config = parse("mc", mc.__doc__ or "", places, configs, argv)
     trajectories = read_records(files.trajectories, Trajectory)
     make, policy = where.factory(), load_policy(policy_config)
+    if config.workers:
+        make = partial(load_attribute(where.env), **parse_json(where.env_args or "{}"))
     save(target.out, "mc", where, policy_config, target, config, trajectories=files.trajectories)
-    labels = rollout_labels(trajectories, make, policy, config, out=target.out)
+    with warnings.catch_warnings(record=True) as said:
+        if target.method == "tree":
+            new = target.new or f"{target.out}.trajectories.jsonl"
+            labels, made = tree_labels(trajectories, make, policy, config, out=target.out, new=new)
+            print(f"{new}: {len(made)} trajectories")
+        else:
+            label = first_error_labels if target.method == "first-error" else rollout_labels
+            labels = label(trajectories, make, policy, config, out=target.out)
+    for warning in said:
+        print(warning.message, file=sys.stderr)
     mean = sum(label.score for label in labels) / len(labels) if labels else float("nan")
     print(f"{target.out}: {len(labels)} labels, mean score {mean:.3f}")
-    return 0
+    return 0 if labels else 1
 
 
 def distill(argv: list[str]) -> int:
