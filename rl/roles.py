@@ -87,14 +87,14 @@ class Roles:
             model.add_adapter("reference", config)
             self._copy_adapter("reference")
             model.add_adapter("critic", config)
-            self.backbone = _backbone(inner)
+            self.backbone = backbone_of(inner)
             self.reference = self.critic = self.backbone
         else:
             for parameter in model.parameters():
                 parameter.requires_grad_(True)
-            self.backbone = _backbone(model)
+            self.backbone = backbone_of(model)
             self.reference = copy.deepcopy(self.backbone).requires_grad_(False)
-            self.critic = copy.deepcopy(self.backbone if critic is None else _backbone(critic))
+            self.critic = copy.deepcopy(self.backbone if critic is None else backbone_of(critic))
             self.critic.requires_grad_(True)
         width = self.critic.config.get_text_config().hidden_size
         device = next(self.backbone.parameters()).device
@@ -106,7 +106,8 @@ class Roles:
             inner.gradient_checkpointing_enable({"use_reentrant": False})
             if not self.lora:
                 self.critic.gradient_checkpointing_enable({"use_reentrant": False})
-        self._check_head()
+        if not plain_head(inner):
+            raise ModelError("this architecture's logits are not its output layer applied to its last hidden state")
 
     @property
     def device(self) -> Any:
@@ -177,18 +178,20 @@ class Roles:
             if isinstance(getattr(module, "attention_dropout", None), float):
                 module.attention_dropout = 0.0
 
-    def _check_head(self) -> None:
-        """Some architectures do more to the logits than their output layer; those are refused."""
-        ids = torch.arange(1, 5, device=self.device)[None]
-        with torch.no_grad():
-            direct = self.model(input_ids=ids).logits[0]
-            batch = Batch(ids, torch.ones_like(ids), torch.zeros(4, dtype=torch.long), torch.arange(1, 5))
-            ours = self.head(self._hidden(batch, "policy"))
-        if not torch.allclose(direct.float(), ours.float(), atol=1e-3, rtol=1e-3):
-            raise ModelError("this architecture's logits are not its output layer applied to its last hidden state")
+
+def plain_head(model: Any) -> bool:
+    """Whether a causal language model's logits are its output layer applied to its last hidden state, and no more."""
+    ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        direct = model(input_ids=ids).logits.float()
+        ours = model.get_output_embeddings()(backbone_of(model)(input_ids=ids).last_hidden_state).float()
+    model.train(training)
+    return torch.allclose(direct, ours, atol=1e-3, rtol=1e-3)
 
 
-def _backbone(model: Any) -> Any:
+def backbone_of(model: Any) -> Any:
     """The transformer below a model's head."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     backbone = getattr(model, model.base_model_prefix, None)

@@ -53,6 +53,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
 
     from prm.config import progress
     from rl.policies import PolicyConfig, TransformersPolicy
+    from rl.roles import backbone_of, plain_head
     from rl.tiny import teach_copying, tiny_model, tiny_tokenizer
 
     kept = [t for t in trajectories if t.steps and (t.outcome is None or t.outcome >= config.min_outcome)]
@@ -83,6 +84,21 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
     learned = sum(label != -100 for row in rows for label in row["labels"])
     print(f"{len(kept)} of {len(trajectories)} trajectories, {learned} tokens to learn; {cut} oldest steps left out")
 
+    class PolicyTokens(SFTTrainer):
+        """The same loss, without the logits of tokens that are not learned: they are most, and cost most."""
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            if return_outputs or self.accelerator.num_processes > 1:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            labels = inputs.pop("labels")[:, 1:]
+            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+            hidden = backbone_of(inner)(**inputs, use_cache=False).last_hidden_state[:, :-1][labels != -100]
+            logits = inner.get_output_embeddings()(hidden).float()
+            loss = torch.nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum")
+            return loss / (num_items_in_batch if num_items_in_batch is not None else len(hidden))
+
     class Bar(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.bar = progress(state.max_steps, "warm start", "update")
@@ -99,7 +115,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
 
         peft_config = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
     micro = min(config.micro_batch, config.batch)
-    trainer = SFTTrainer(
+    trainer = (PolicyTokens if plain_head(model) else SFTTrainer)(
         model=model,
         args=TrainerConfig(
             output_dir=str(Path(config.out) / "trainer"),
