@@ -13,6 +13,7 @@ from prm.env import load_attribute
 from prm.errors import UsageError
 
 RIGHT, WRONG, NO_ANSWER = "right", "wrong", "no answer"
+LONGEST = 1000  # characters; a longer answer is none
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _SAYS = re.compile(r"\banswer\s*(?:is|:|=)\s*:?|####|^\s*A:", re.IGNORECASE | re.MULTILINE)
@@ -35,18 +36,19 @@ def final_answer(text: str) -> str | None:
     up to the end of the sentence or line; "A: NUMBER" at the start of a line; and a text that is but a number. The last
     one counts, so a text that corrects itself is taken at its last word; where that is cut off there is none.
     """
-    found: list[tuple[int, str | None]] = []
-    for match in _BOX.finditer(text):
-        found.append((match.start(), _braced(text, match.end())))
-    boxes = len(found)
-    for match in _SAYS.finditer(text):
-        said = _sentence(text[match.end() :])
+    boxes, says = list(_BOX.finditer(text)), list(_SAYS.finditer(text))
+    said_at, said = -1, ""
+    for match in reversed(says):
+        said = _sentence(text[match.end() : match.end() + LONGEST])
         # After a box only a number counts as another answer, not "the answer is as above".
         loose = boxes or match[0].strip() == "A:"
         if said and not _BOX.match(said.lstrip("$*([\\ ")) and (not loose or number(said) is not None):
-            found.append((match.start(), said))
-    if found:
-        return max(found, key=lambda at: at[0])[1] or None
+            said_at = match.start()
+            break
+    if boxes and boxes[-1].start() > said_at:
+        return _braced(text, boxes[-1].end()) or None
+    if said_at >= 0:
+        return said
     bare = text.strip()
     return bare if number(bare) is not None and not re.search(r"(?<!\\)\b[a-zA-Z]{2,}", bare) else None
 
@@ -86,6 +88,8 @@ CHECKERS: dict[str, Callable[[str, str], bool]] = {"exact": exact, "numeric": nu
 
 def number(text: str) -> Fraction | None:
     """The rational number that a text denotes, with perhaps a variable before it ("x = 5") or a unit after it."""
+    if len(text) > LONGEST:
+        return None
     plain = _TEXT.sub(r" \1", text.translate(_MINUS)).replace("{,}", ",")
     plain = _LAYOUT.sub(" ", plain).strip().rstrip(".")
     plain = re.sub(r"^[a-zA-Z]\w?\s*=\s*", "", plain)

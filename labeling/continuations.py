@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from labeling.processes import ProcessEnv
@@ -37,7 +38,7 @@ class Request:
     draw: int
     order: int = 0
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What tells it from others: environment seed and options, task, prefix, and draw. Equal prefixes share it."""
         meta = self.trajectory.meta

@@ -14,6 +14,8 @@ from typing import Any
 
 from prm.errors import UsageError
 
+MAKING = 60.0  # seconds that starting a process and making the object may take at least
+
 
 class RemoteError(RuntimeError):
     """The object raised, its process died, or it did not answer in time. The message says which."""
@@ -58,8 +60,9 @@ class Remote:
         assert connection is not None
         try:
             connection.send((method, args, kwargs))
-            if not connection.poll(self.timeout):
-                raise RemoteError(f"no answer to {method or 'its making'} within {self.timeout:g} s; killed")
+            allowed = self.timeout if method else max(self.timeout, MAKING)
+            if not connection.poll(allowed):
+                raise RemoteError(f"no answer to {method or 'its making'} within {allowed:g} s; killed")
             ok, result = connection.recv()
         except (EOFError, OSError):
             self.close()

@@ -1,4 +1,4 @@
-"""A finite chain with a stochastic policy, small enough that the chance to succeed from every state is computed exactly."""
+"""A finite chain with a stochastic policy, in which the chance to succeed from every state is computed exactly."""
 
 from __future__ import annotations
 
