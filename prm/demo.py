@@ -35,7 +35,7 @@ class DemoConfig:
     out: str = option("runs/demo", "write everything here; what is there already is not made again")
     seed: int = option(0, "of the tiny model, the data and the episodes")
     expert: int = option(2700, "expert episodes to start from, mistakes included")
-    copy_updates: int = option(400, "updates of the tiny model on quoting, before it sees the task")
+    copy_updates: int = option(250, "updates of the tiny model on quoting, before it sees the task")
     warm_updates: int = option(700, "updates of the warm start")
     labelled: int = option(200, "episodes whose steps are labelled")
     k: int = option(4, "continuations a step")
@@ -56,7 +56,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
     at = {name: str(out / name) for name in ("expert.jsonl", "warm", "trajectories.jsonl", "labels.jsonl", "prm")}
     at |= {name: str(out / name) for name in ("test.jsonl", "test_labels.jsonl", "test_scores.jsonl", "evaluation")}
     warm, prm = at["warm"], at["prm"]
-    acting = ["--policy", warm, "--max-action-tokens", "24"]
+    acting = ["--policy", warm, "--max-action-tokens", "24", "--temperature", "0.6"]
     env = ["--env", ENV, "--env-args", ENV_ARGS]
     held_out = ["--n", str(config.evaluated), "--seed", str(HELD_OUT)]
     ppo = [
@@ -101,7 +101,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
             ],
         ),
         ("sparse ppo", "", [[*ppo, "--process-weight", "0", "--out", str(out / "sparse")]]),
-        ("dense ppo", "", [[*ppo, "--prm", prm, "--out", str(out / "dense")]]),
+        ("dense ppo", "", [[*ppo, "--prm", prm, "--process-weight", "1", "--out", str(out / "dense")]]),
     ]
     seconds = {}
     for number, (name, product, commands) in enumerate(stages, 1):
