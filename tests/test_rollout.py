@@ -1,0 +1,189 @@
+"""Many episodes side by side: no shared state, seeds that count, failing policies, an endpoint over real sockets."""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from prm.env import Action, History
+from prm.errors import EnvError, UsageError
+from rl.policies import EndpointPolicy, PolicyConfig
+from rl.rollout import rollout
+
+
+class Diary:
+    """Write your own id, wait, read it back."""
+
+    def reset(self, *, seed=None, options=None):
+        self.notes, self.seed, self.count = {}, seed, 0
+        return f"task {seed} {random.Random(seed).random():.6f}", {}
+
+    def step(self, action):
+        self.count += 1
+        verb, _, value = action.partition(" ")
+        if verb == "write":
+            self.notes["id"] = value
+            return "ok", 0.0, False, False, {}
+        if verb == "wait":
+            return "waited", 0.0, False, False, {}
+        read = self.notes.get("id", "nothing")
+        return read, 1.0, True, False, {"success": read == str(self.seed)}
+
+
+class Writer:
+    """Writes the id in its task, waits a number of turns that differs, reads."""
+
+    def act(self, histories):
+        out = []
+        for h in histories:
+            seed, turn = h.task.split()[1], len(h.actions)
+            waits = int(seed) * 7 % 5
+            out.append(Action(f"write {seed}" if turn == 0 else "wait" if turn <= waits else "read"))
+        return out
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_every_episode_reads_its_own_note(batch):
+    played = rollout(Writer(), Diary, range(16), batch=batch)
+    assert [t.outcome for t in played] == [1.0] * 16
+    assert [t.meta["seed"] for t in played] == list(range(16))
+    assert played == rollout(Writer(), Diary, range(16), batch=16)
+
+
+def test_one_object_plays_one_episode_at_a_time():
+    assert [t.outcome for t in rollout(Writer(), Diary(), range(5))] == [1.0] * 5
+
+
+class Draws:
+    """Acts by its seed; remembers the seeds it saw."""
+
+    def __init__(self):
+        self.seeds = []
+
+    def act(self, histories):
+        self.seeds += [h.seed for h in histories]
+        return [Action("read") for _ in histories]
+
+
+def test_repeated_seeds_are_the_same_task_with_other_draws():
+    policy = Draws()
+    played = rollout(policy, Diary, [3, 3, 4], salt=1)
+    assert played[0].task == played[1].task != played[2].task
+    assert len(set(policy.seeds)) == 3
+    again = Draws()
+    rollout(again, Diary, [3, 3, 4], salt=2)
+    assert not set(policy.seeds) & set(again.seeds)
+
+
+def test_the_global_generator_is_left_alone():
+    state = random.getstate()
+    rollout(Writer(), Diary, range(4))
+    assert random.getstate() == state
+
+
+class Endless(Diary):
+    def step(self, action):
+        return "more", 0.5, False, False, {}
+
+
+def test_an_endless_episode_is_cut_with_an_unknown_outcome():
+    (t,) = rollout(Writer(), Endless, [0], max_steps=4)
+    assert len(t.steps) == 4 and t.outcome is None and t.meta["truncated"] and not t.meta["terminated"]
+
+
+class Short:
+    def act(self, histories):
+        return [Action("read")] * (len(histories) - 1)
+
+
+def test_a_policy_that_answers_too_little_is_named():
+    with pytest.raises(EnvError, match="gave 1 actions for 2 histories"):
+        rollout(Short(), Diary, range(2))
+
+
+class Sometimes:
+    def act(self, histories):
+        return [Action("read", finish="error" if h.task.startswith("task 1 ") else "stop") for h in histories]
+
+
+def test_a_failing_call_costs_its_episode_only():
+    assert [t.meta["seed"] for t in rollout(Sometimes(), Diary, range(3))] == [0, 2]
+    with pytest.raises(UsageError, match="failed in all 1 episodes"):
+        rollout(Sometimes(), Diary, [1])
+
+
+@pytest.fixture
+def endpoint():
+    """(address, requests seen, replies to give)"""
+    seen, replies = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, body))
+            status, reply = replies.pop(0) if replies else (200, {"content": "read"})
+            choice = {"index": 0, "finish_reason": reply.pop("finish_reason", "stop")}
+            if self.path.endswith("/chat/completions"):
+                choice["message"] = {"role": "assistant", "content": None, **reply}
+            else:
+                choice["text"] = reply.get("content", "")
+            usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+            answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            data = json.dumps({**answer, "usage": usage} if status == 200 else {"error": {"message": "no"}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", seen, replies
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_endpoint_plays_a_chat_with_tools(endpoint):
+    url, seen, replies = endpoint
+    call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "Nile"}'}}
+    replies.append((200, {"tool_calls": [call], "finish_reason": "tool_calls"}))
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, system="be brief"))
+    tools = ({"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}},)
+    start = History("find it", tools=tools, seed=1)
+    action = policy.act([start])[0]
+    assert action.text == '<tool_call>\n{"name": "search", "arguments": {"query": "Nile"}}\n</tool_call>'
+    policy.act([start.then(action, "It is long.")])
+    roles = [m["role"] for m in seen[1][1]["messages"]]
+    assert roles[:3] == ["system", "user", "assistant"] and "It is long." in json.dumps(seen[1][1]["messages"])
+    assert seen[0][1]["tools"] and seen[0][1]["seed"] != seen[1][1]["seed"]
+
+
+def test_draws_of_one_state_have_their_own_calls_and_seeds(endpoint):
+    url, seen, _ = endpoint
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url))
+    assert len(policy.act([History("go", seed=s) for s in range(8)])) == 8
+    assert len({body["seed"] for _, body in seen}) == 8 and all("n" not in body for _, body in seen)
+
+
+@pytest.mark.parametrize("prefix", ["Let x = 4.\n\n", "Then 2x = 8. ", "    indented code\n", "\t\r\n"])
+def test_a_prefix_is_continued_byte_for_byte(endpoint, prefix):
+    url, seen, _ = endpoint
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, layout="text"))
+    policy.act([History("Solve.\n", (Action(prefix),), ("",))])
+    path, body = seen[0]
+    assert path == "/v1/completions" and body["prompt"] == "Solve.\n" + prefix
+    with pytest.raises(UsageError, match="would lose bytes"):
+        EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, layout="text", stop=("\n\n",)))
+
+
+def test_how_a_call_ended_is_kept(endpoint):
+    url, _, replies = endpoint
+    replies += [(200, {"content": "cut", "finish_reason": "length"}), (400, {})]
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, concurrency=1))
+    assert [a.finish for a in policy.act([History("a"), History("b"), History("c")])] == ["length", "error", "stop"]
+    assert "BadRequestError" in policy.errors[0]
