@@ -18,9 +18,9 @@ from prm.records import Step, StepLabel, Trajectory
 @dataclass(frozen=True)
 class MonteCarloConfig:
     k: int = option(8, "continuations from the state after a step")
-    adaptive: bool = option(False, "share continuations among steps, stop early where the answer is clear")
-    width: float = option(0.55, "adaptive: a 95 % interval so narrow is clear; others get up to 2 K")
-    threshold: float | None = option(None, "adaptive: an interval on one side of this is clear, too")
+    adaptive: bool = option(False, "share continuations among the states they pass")
+    width: float | None = option(None, "adaptive: stop early where the 95 % interval is so narrow (0.55 suits K = 8)")
+    threshold: float | None = option(None, "adaptive: stop early where the interval is on one side of this")
     confidence: float = option(0.9, "first-error: search until one step is the first error with this probability")
     searches: int = option(8, "tree: how many rollouts are searched for their first error, for each task")
     alpha: float = option(0.5, "tree: Q = alpha^(1-MC) beta^(length/L)")
@@ -84,26 +84,30 @@ def draws_label(
     config: MonteCarloConfig,
     plan: Plan | None = None,
     requested: int | None = None,
+    shared: tuple[float, float] | None = None,
 ) -> StepLabel | None:
     """The label from continuations; None where none was valid.
 
     Args:
         plan: how their number came about, where it depended on their outcomes; the score is then the unbiased estimate.
         requested: how many were asked for (default K).
+        shared: a better estimate, to which other states' continuations contribute, and the number of draws that it is
+            worth; that is then the label's weight.
     """
     outcomes = [d.outcome for d in draws if d.outcome is not None]
     if not outcomes:
         return None
     n, successes = len(outcomes), sum(outcomes)
+    share, worth = shared or (successes / n, n)
     if config.hard:
-        score = float(successes > 0)
-    elif plan is not None and all(o in (0, 1) for o in outcomes):
+        score = float(share > 0)
+    elif shared is None and plan is not None and all(o in (0, 1) for o in outcomes):
         score = estimate(plan, round(successes), n)
     else:
-        score = successes / n
+        score = min(1.0, share)
     meta = {"n_requested": config.k if requested is None else requested, "valid": n, "successes": successes}
-    meta |= counts(draws) | {"interval": list(wilson(successes, n))}
-    return StepLabel(trajectory.id, step, score, source, n, meta=meta)
+    meta |= counts(draws) | {"interval": list(wilson(share * worth, worth))}
+    return StepLabel(trajectory.id, step, score, source, worth, meta=meta)
 
 
 def counts(draws: Sequence[Continuation]) -> dict[str, Any]:

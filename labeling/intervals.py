@@ -19,7 +19,7 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     """Wilson's interval for a share (1927). `z` is the two-sided normal quantile, 1.96 for 95 %; n = 0 gives (0, 1)."""
     if n <= 0:
         return 0.0, 1.0
-    share = successes / n
+    share = min(1.0, successes / n)
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

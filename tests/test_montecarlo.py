@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from labeling import continuations
-from labeling.adaptive import plan_of
+from labeling.adaptive import State, plan_of
+from labeling.adaptive import values as shared_values
 from labeling.draws import MonteCarloConfig
 from labeling.intervals import Plan, ends, estimate, wilson
 from labeling.montecarlo import first_error_labels, rollout_labels
@@ -26,6 +27,7 @@ from tests.chain import Chain, LongChain, Walker, values, walks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rest on one distinct continuation")
 PLAIN, ADAPTIVE = MonteCarloConfig(), MonteCarloConfig(adaptive=True)
+STOPPING = MonteCarloConfig(adaptive=True, width=0.55)
 
 
 class Counting:
@@ -69,7 +71,7 @@ def errors(labels, walker, trajectories, length=8):
 WALKERS = (Walker(), Walker(slip=0.3), Walker(slip=0.25, again=0.2, fix=0.4), Walker(words=3))
 
 
-@pytest.mark.parametrize("config", [PLAIN, ADAPTIVE])
+@pytest.mark.parametrize("config", [PLAIN, ADAPTIVE, STOPPING])
 def test_labels_are_unbiased_and_their_intervals_cover(config):
     means, covered = [], []
     for walker in WALKERS:
@@ -86,7 +88,7 @@ def test_labels_are_unbiased_and_their_intervals_cover(config):
 
 
 def test_the_estimate_after_early_stopping_is_exactly_unbiased():
-    for plan in (plan_of(ADAPTIVE), Plan((2, 4, 9), 0.7), Plan((3, 8, 20), 0.5, 0.5, 3), Plan((6,))):
+    for plan in (plan_of(STOPPING), Plan((2, 4, 9), 0.7), Plan((3, 8, 20), 0.5, 0.5, 3), Plan((6,))):
         for p in (0.01, 0.3, 0.77, 1.0):
             chance = {at: n[0] * p ** at[0] * (1 - p) ** (at[1] - at[0]) for at, n in ends(plan).items()}
             assert sum(chance.values()) == pytest.approx(1)
@@ -101,7 +103,7 @@ def chance_of(plan, p):
 
 
 def test_intervals_cover_95_percent_whatever_the_plan():
-    for plan in (Plan((8,)), plan_of(ADAPTIVE), Plan((4, 8, 16), 0.55), Plan((5, 8), 0.5, 0.5, 2)):
+    for plan in (Plan((8,)), plan_of(STOPPING), Plan((4, 8, 16), 0.55), Plan((5, 8), 0.5, 0.5, 2)):
         covered = []
         for i in range(1, 50):
             p = i / 50
@@ -151,9 +153,22 @@ def test_shared_continuations_cost_a_third(runners):
     spread = []
     for config in (PLAIN, ADAPTIVE):
         labels = rollout_labels(trajectories, LongChain, walker, config)
+        assert all(x.weight >= 8 for x in labels)
         spread.append(statistics.mean(abs(e) for _, e, _ in errors(labels, walker, trajectories, 20)))
     assert runners[1].launched < runners[0].launched / 3
-    assert spread[1] < 1.1 * spread[0]
+    assert spread[1] < spread[0]
+
+
+def test_what_is_drawn_further_on_counts_further_back():
+    def draw(outcome, *words):
+        return continuations.Continuation("ended", outcome, tuple(Step(w) for w in words))
+
+    a, ab = (Step("a"),), (Step("a"), Step("b"))
+    states = {path: State(Trajectory("t", ab), len(path)) for path in (a, ab)}
+    states[a].drawn = [draw(0.0, "b", "x"), draw(0.0, "b", "y"), draw(1.0, "c"), draw(1.0, "c")]
+    states[ab].drawn = [draw(0.0, "x"), draw(0.0, "y"), draw(1.0, "z"), draw(1.0, "z")]
+    found = shared_values(states)
+    assert found[ab] == (0.5, pytest.approx(4)) and found[a][0] == (2 * 0.5 + 2) / 4 and found[a][1] >= 4
 
 
 def test_equal_prefixes_are_run_once(runners):
@@ -167,8 +182,9 @@ def test_equal_prefixes_are_run_once(runners):
 def test_clear_cases_stop_early(runners):
     sure = Walker(slip=0, words=100)  # always right, never in the same words
     trajectories = walks(sure, 10)
-    labels = rollout_labels(trajectories, Chain, sure, ADAPTIVE)
-    assert runners[0].launched <= 10 * 7 * 5 and {x.score for x in labels} == {1.0}
+    for options, most in (({"width": 0.55}, 5), ({"threshold": 0.3}, 5), ({}, 8)):
+        labels = rollout_labels(trajectories, Chain, sure, MonteCarloConfig(adaptive=True, **options))
+        assert 0.9 * most < runners[-1].launched / 70 <= most and {x.score for x in labels} == {1.0}
 
 
 @pytest.mark.parametrize("length", [16, 24])
@@ -209,7 +225,10 @@ def test_the_posterior_of_the_first_error():
 # --- budget, choice, in flight ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [{"budget": 300}, {"budget_tokens": 3000}, {"budget": 300, "adaptive": True}])
+TWO_STAGES = {"adaptive": True, "width": 0.55}
+
+
+@pytest.mark.parametrize("config", [{"budget": 300}, {"budget_tokens": 3000}, {"budget": 300, **TWO_STAGES}])
 def test_a_budget_is_kept(config, runners):
     trajectories = walks(Walker(), 40)
     labels = rollout_labels(trajectories, Chain, Walker(), MonteCarloConfig(batch=16, **config))
@@ -349,7 +368,7 @@ def test_an_endpoint_that_fails_is_no_failure_of_the_step():
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [PLAIN, ADAPTIVE])
+@pytest.mark.parametrize("config", [PLAIN, STOPPING])
 def test_a_run_that_was_stopped_anywhere_goes_on_and_repeats_nothing(config, tmp_path, runners):
     walker = Walker(words=2)
     trajectories = walks(walker, 25)
