@@ -94,7 +94,7 @@ def adaptive_ratio(name: str, env: Any, policy: Any, truths: Callable[[int], tup
 
 def chain(env: type[Chain], walker: Walker) -> Callable[[int], tuple[list[Trajectory], Truth]]:
     def truths(seed: int) -> tuple[list[Trajectory], Truth]:
-        trajectories = walks(walker, 40 if QUICK else 150, env, 1000 * seed)
+        trajectories = walks(walker, 30 if QUICK else 150, env, 1000 * seed)
         return trajectories, {one.id: values(one, walker, env.length) for one in trajectories}
 
     return truths
@@ -134,7 +134,7 @@ def first_error_ratio(length: int, walker: Walker) -> float:
     Long.length = length
     ratios, right, brute_right = [], [], []
     for seed in SEEDS:
-        failed = [one for one in walks(walker, 4000, Long, 10**5 * seed) if one.outcome == 0][: 12 if QUICK else 60]
+        failed = [one for one in walks(walker, 30 if QUICK else 150, Long, 10**5 * seed) if one.outcome == 0]
         firsts = {one.id: values(one, walker, length).index(0) for one in failed}
         config = MonteCarloConfig(seed=seed)
         labels, launched, _ = measured(first_error_labels, failed, Long, walker, config)
