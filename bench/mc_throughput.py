@@ -64,7 +64,7 @@ class Fixed:
 
 
 def plain(policy: TransformersPolicy, prompts: list[tuple[list[int], int]]) -> float:
-    """Tokens a second of `model.generate`, batch by batch; (prompt, tokens to write) sorted by what is to be written."""
+    """Tokens a second of `model.generate`, batch by batch; (prompt, tokens to write) sorted by the latter."""
     started, written = time.perf_counter(), 0
     for at in range(0, len(prompts), BATCH):
         part = prompts[at : at + BATCH]
