@@ -66,6 +66,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
     ]
     tiny = ["--min-outcome", "0", "--epochs", "100", "--lr", "3e-3", "--max-updates", str(config.warm_updates)]
     tiny += ["--copy-updates", str(config.copy_updates), "--seed", str(config.seed)]
+    fit = ["--base", warm, "--epochs", "8", "--lr", "1e-3"]
     stages: list[tuple[str, str, list[list[str]]]] = [
         (
             "warm start",
@@ -91,7 +92,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
                 for t, labels in (("trajectories.jsonl", "labels.jsonl"), ("test.jsonl", "test_labels.jsonl"))
             ],
         ),
-        ("distil", prm, [["distill", at["trajectories.jsonl"], at["labels.jsonl"], "--base", warm, "--out", prm]]),
+        ("distil", prm, [["distill", at["trajectories.jsonl"], at["labels.jsonl"], "--out", prm, *fit]]),
         (
             "evaluate",
             at["evaluation"],
