@@ -35,7 +35,8 @@ class Generator:
 
     def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int = 0) -> None:
         self.model, self.stop_ids, self.pad_id = model, frozenset(stop_ids), pad_id
-        parameters = inspect.signature(model.forward).parameters
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        parameters = inspect.signature(inner.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.read_tokens = 0
         self.forget()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prm.env import Action, Episode
+from prm.env import Action, Episode, History
 from prm.errors import UsageError
 from prm.records import Trajectory, read_jsonl
 from rl.policies import PolicyConfig, TransformersPolicy
@@ -276,6 +276,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tokenizer, tmp_path)
     with pytest.raises(UsageError, match="holds a run with another lr"):
         config = PPOConfig(out=str(tmp_path / "parts"), updates=5, episodes=8, lr=1e-4, save_every=2)
         train(tiny(tokenizer), Chatty, scorer, config)
+
+
+def test_a_lora_run_comes_back_from_disk_as_it_was(tokenizer, tmp_path):
+    base = tiny(tokenizer)
+    base.model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    options = PolicyConfig(str(tmp_path / "base"), max_action_tokens=4)
+    trained = TransformersPolicy.load(str(tmp_path / "base"), options)
+    config = PPOConfig(out=str(tmp_path / "run"), updates=1, episodes=8, lora_rank=4, lr=1e-2, critic_warmup=0,
+                       eval_episodes=0)
+    train(trained, Chatty, scorer, config)
+    again = TransformersPolicy.load(str(tmp_path / "run" / "policy"), options)
+    trained.generator.forget()
+    start = [History("do 3", seed=i) for i in range(4)]
+    assert trained.act(start) == again.act(start)
+    go_on = replace(config, out=str(tmp_path / "next"), lora_rank=None)
+    line = train(again, Chatty, scorer, go_on).metrics[0]
+    assert line["kl"] == pytest.approx(0, abs=1e-5) and line["ratio_error"] < 1e-4
 
 
 def test_rewards_logged_are_rewards_given(tokenizer, tmp_path):
