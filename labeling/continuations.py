@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from labeling.processes import ProcessEnv
+from labeling.processes import ProcessEnv, RemoteError
 from prm.env import Action, Env, EnvFactory, Episode, Policy, replay
 from prm.errors import DataError, EnvError, ReplayError, UsageError
 from prm.records import Step, Trajectory, append_jsonl, content_id, dump_json, iter_jsonl
@@ -188,7 +188,7 @@ class Runner:
             self._idle.append(env)
 
     def _start(self, request: Request) -> _Running | Continuation:
-        """Restore the state. A replay that differs is the trajectory's fault and is raised."""
+        """Restore the state. A replay that differs is the trajectory's fault, not the continuation's, and is raised."""
         prefix = request.key.partition(":")[0]
         if self._restored is not None and self._restored[0] == prefix:
             episode = _copied(self._restored[1])
@@ -196,9 +196,11 @@ class Runner:
             env = self._env()
             try:
                 episode = replay(env, request.trajectory, request.steps)
+                if not episode.done and request.draw != RESTORE:
+                    _check_text(env, self.policy)
             except ReplayError:
                 raise
-            except EnvError as error:
+            except (EnvError, RemoteError) as error:
                 self._release(env)
                 return Continuation("error", reason=str(error))
             if callable(getattr(env, "copy", None)):
@@ -206,7 +208,6 @@ class Runner:
         if episode.done or request.draw == RESTORE:
             self._release(episode.env)
             return _ended(episode, (), 0) if episode.done else Continuation("open")
-        _check_text(episode.env, self.policy)
         if callable(begin := getattr(episode.env, "begin_continuation", None)):
             begin()
         draw = hashlib.sha256(f"{self.seed}:{request.key}".encode()).digest()[:6]

@@ -62,7 +62,7 @@ def chosen_steps(trajectory: Trajectory, config: MonteCarloConfig) -> list[int]:
 
 def is_over(restored: Continuation | None) -> bool:
     """Whether the episode of a restored state is over."""
-    return restored is not None and restored.status != "open"
+    return restored is not None and restored.status not in ("open", "error")
 
 
 def over_label(

@@ -27,6 +27,7 @@ from prm.records import StepLabel, Trajectory, append_jsonl, read_jsonl
 
 __all__ = ["MonteCarloConfig", "first_error_labels", "rollout_labels", "tree_labels"]
 
+SAMPLING = ("temperature", "top_p", "max_action_tokens", "system", "layout", "stop")  # what a policy's texts depend on
 Out = str | os.PathLike[str] | None
 
 
@@ -204,7 +205,8 @@ def _labelled(
     limits = Limits(
         config.batch, config.max_steps, config.budget, config.budget_tokens, config.workers, config.timeout
     )
-    mark = hashlib.sha256(f"{source}:{config.seed}:{config.max_steps}".encode()).hexdigest()[:8]
+    sampling = [getattr(getattr(policy, "config", policy), name, None) for name in SAMPLING]
+    mark = hashlib.sha256(repr([source, config.seed, config.max_steps, *sampling]).encode()).hexdigest()[:8]
     journal = Journal(None if out is None else Path(f"{out}.continuations"), mark)
     # Another process finds an environment by its name, which the function around it has not.
     named: Any = load_attribute(env) if isinstance(env, str) else env

@@ -52,6 +52,10 @@ class Remote:
             self._ask(self._start(), "")
         return self._ask(self._connection, method, *args, **kwargs)
 
+    @property
+    def running(self) -> bool:
+        return self._connection is not None
+
     def renew(self) -> None:
         """Make the object anew."""
         self._ask(self._connection or self._start(), "")
@@ -118,17 +122,24 @@ class ProcessEnv:
         return self._remote.call("reset", **kwargs)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return self._remote.call("step", action)
+        return self._call("step", action)
 
     def tools(self) -> list[dict[str, Any]]:
-        return self._remote.call("tools") or []
+        return self._call("tools") or []
 
     @property
     def continues_text(self) -> bool:
-        return bool(self._remote.call("continues_text"))
+        return bool(self._call("continues_text"))
 
     def begin_continuation(self) -> None:
-        self._remote.call("begin_continuation")
+        # A process that dies here is missed at the next step.
+        with contextlib.suppress(RemoteError):
+            self._call("begin_continuation")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if not self._remote.running:
+            raise RemoteError(f"the process is gone, {method} needs a reset first")
+        return self._remote.call(method, *args)
 
     def close(self) -> None:
         self._remote.close()

@@ -18,7 +18,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from labeling.continuations import RESTORE, Continuation, Request, Strategy
-from labeling.draws import MonteCarloConfig, draws_label, onward, over_label
+from labeling.draws import MonteCarloConfig, draws_label, is_over, onward, over_label
 from prm.records import Step, StepLabel, Trajectory
 
 Path = tuple[Step, ...]
@@ -138,7 +138,7 @@ def grown(trajectories: Sequence[Trajectory], config: MonteCarloConfig, source: 
     labelled: set[Path] = set()
     for one, end in zip(trajectories, restored, strict=True):
         for t in range(len(one.steps)):
-            last = t == len(one.steps) - 1 and end is not None and end.status != "open"
+            last = t == len(one.steps) - 1 and is_over(end)
             path = one.steps[: t + 1]
             label = over_label(one, t, end, source, config) if last else _label(tree, one, path, source, config)
             labelled.add(path)
