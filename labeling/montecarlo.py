@@ -121,8 +121,9 @@ def tree_labels(
         raise UsageError(f"labels in {out} would name trajectories that are written nowhere: say where (new)")
     source = f"tree:{policy_name(policy)}"
     groups = same_start(_chosen(trajectories, config))
-    there = {} if new is None or not os.path.exists(new) else {t.id: t for t in read_jsonl(new, Trajectory)}
-    made = dict(there)
+    # A crash can tear the last line; skip_bad passes over it, and the next append removes it.
+    there = [] if new is None or not os.path.exists(new) else read_jsonl(new, Trajectory, skip_bad=True)
+    made = {one.id: one for one in there}
 
     def keep(product: tuple[list[StepLabel], list[Trajectory]]) -> list[StepLabel]:
         labels, trajectories = product
@@ -132,7 +133,7 @@ def tree_labels(
             append_jsonl(new, fresh)
         return labels
 
-    labels = _labelled(groups, grown, env, policy, config, source, out, keep, list(there.values()))
+    labels = _labelled(groups, grown, env, policy, config, source, out, keep, there)
     return labels, list(made.values())
 
 
@@ -197,7 +198,7 @@ def _labelled(
         )
     labels: dict[str, list[StepLabel]] = {one.id: [] for group in [*groups, more] for one in group}
     if out is not None and os.path.exists(out):
-        for label in read_jsonl(out, StepLabel):
+        for label in read_jsonl(out, StepLabel, skip_bad=True):
             if label.source == source and label.trajectory_id in labels:
                 labels[label.trajectory_id].append(label)
     unlabelled = [[one for one in group if not labels[one.id]] for group in groups]

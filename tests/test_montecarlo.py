@@ -381,6 +381,9 @@ def test_a_run_that_was_stopped_anywhere_goes_on_and_repeats_nothing(config, tmp
         try:
             labels = rollout_labels(trajectories, Chain, policy, config, out=out)
         except KeyboardInterrupt:
+            for torn in (out, f"{out}.continuations"):
+                with open(torn, "ab") as file:
+                    file.write(b'{"trajectory_id": "00')
             kept = len(read_kept(f"{out}.continuations"))
             assert kept >= launched
             launched = kept
