@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from prm.errors import DataError
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL | re.IGNORECASE)
 _LINE = re.compile(r"^[ \t]*([\w.\-]+)[ \t]*:(.*)$", re.MULTILINE)
+_FIRST = re.compile(r"^[ \t]*(?:action[ \t]*:[ \t]*)?([\w.\-]+)", re.MULTILINE | re.IGNORECASE)
+_INSIDE = re.compile(r'"name"\s*:\s*"([^"]*)"|\b([\w\-]+)\(')
 LONGEST = 100_000  # characters of an action that are read; a longer one is a broken call
 
 
@@ -25,31 +27,41 @@ class Call:
     problem: str = ""
 
 
-def find_calls(action: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
+def find_calls(action: str, tools: Sequence[Mapping[str, Any]] = (), watch: Collection[str] = ()) -> list[Call]:
     """All calls in an action, in order, also those inside its reasoning: what an environment may read is read here.
 
     A call is a `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` block (closed or not), an action that is such
     an object alone, or a line `NAME: TEXT` where NAME is a tool whose one required argument is text. Names are compared
     without case. A key that is there twice, an unknown tool, arguments that do not fit the tool's schema: each is a
-    call with a `problem`.
+    call with a `problem`. So is a known tool's call in the middle of other text, as JSON or as `NAME(`.
 
     Args:
         action: as the policy wrote it.
         tools: JSON-schema functions, as `Env.tools` gives them; without any, names and arguments are not checked.
+        watch: names of more tools; a line that begins with one (or with `Action: NAME`) is a call that cannot be read.
     """
     if len(action) > LONGEST:
         return [Call("", problem=f"it has {len(action)} characters, at most {LONGEST} are read")]
-    known = {_plain(_function(tool).get("name", "")): _function(tool) for tool in tools}
+    known = {plain_name(_function(tool).get("name", "")): _function(tool) for tool in tools}
+    watched = {plain_name(name) for name in watch} - known.keys()
     found = [_read(text, known) for text in _BLOCK.findall(action)]
     rest = _BLOCK.sub("", action)
     bare = rest.rpartition("</think>")[2].strip()
     if bare.startswith(("{", "[")):
         found.append(_read(bare, known))
+        rest = rest.replace(bare, "")
+    rest = rest.replace("</think>", "\n")  # an environment may read on from here, so a line begins
     for name, text in _LINE.findall(rest):
-        function = known.get(_plain(name))
+        function = known.get(plain_name(name))
         argument = _text_argument(function) if function else None
         if function and argument:
             found.append(Call(str(function["name"]), {argument: text.strip()}))
+    for name in (json_name or code for json_name, code in _INSIDE.findall(rest)):
+        if plain_name(name) in known.keys() | watched:
+            found.append(Call(name, problem="a call in the middle of other text"))
+    for name in _FIRST.findall(rest) if watched else []:
+        if plain_name(name) in watched:
+            found.append(Call(name, problem="its arguments cannot be read"))
     return found
 
 
@@ -99,7 +111,7 @@ def _read(text: str, known: Mapping[str, Mapping[str, Any]]) -> Call:
         return Call("", problem=str(error))
     if not isinstance(arguments, dict):
         return Call(call["name"], problem=f"arguments must be an object, got {arguments!r:.40}")
-    function = known.get(_plain(call["name"]))
+    function = known.get(plain_name(call["name"]))
     if function is None:
         there = f"there is no tool {call['name']!r:.40}; there are {', '.join(str(f['name']) for f in known.values())}"
         return Call(call["name"], arguments, there if known else "")
@@ -119,7 +131,8 @@ def _text_argument(function: Mapping[str, Any]) -> str | None:
     return required[0] if isinstance(own, Mapping) and own.get("type") == "string" else None
 
 
-def _plain(name: Any) -> str:
+def plain_name(name: Any) -> str:
+    """A tool's name as names are compared."""
     return unicodedata.normalize("NFKC", str(name)).strip().casefold()
 
 
