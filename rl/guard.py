@@ -131,9 +131,9 @@ class Guard:
     What is not carried out is an observation that begins with "Blocked:" (a rule; `info["blocked"]` says which), or
     with "The tool" (`info["error"]` is "timeout" or "failed"); the step's reward is then 0.
 
-    A call that takes longer than its limit is not awaited, and not made again: it may still take effect. Its late result
-    comes before that of the next action; while it is still running the next action is not carried out. Calls that raised
-    are made again as often as `retries` allows.
+    A call that takes longer than its limit is not awaited, and not made again: it may still take effect. Its late
+    result comes before that of the next action; while it is still running the next action is not carried out. Calls
+    that raised are made again as often as `retries` allows.
 
     Args:
         env: what to guard; or a function that makes it, which a reset needs after a call that never ended.
@@ -191,8 +191,8 @@ class Guard:
                 self._late = running
                 return self._lost(name, f"gave no answer within {limit:g} s", "timeout")
             if running.error is None:
-                observation, *rest = running.checked()
-                return (late + observation, *rest)
+                observation, reward, terminated, truncated, info = running.checked()
+                return late + observation, reward, terminated, truncated, info
             if isinstance(running.error, EnvError):
                 raise running.error
             if tries_left:

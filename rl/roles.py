@@ -1,4 +1,4 @@
-"""The models of a PPO run: policy, reference and critic, as separate models or as adapters on one frozen base."""
+"""The models of a PPO run: policy, reference, critic and PRM, as separate models or as adapters on one frozen base."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prm import checkpoint
 from prm.errors import ModelError, UsageError
+from prm.model import PRM
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,17 @@ class Roles:
 
     With a full policy the reference is a frozen copy, and the critic a copy of the policy's (or the PRM's) backbone
     with a value head. With a LoRA policy all share one frozen base: the critic is a second adapter, the reference the
-    base with the adapter as it started. The value head starts at zero.
+    base with the adapter as it started (the bare base where the adapter is fresh), and a PRM that is an adapter on the
+    same base can be a third (`adapter_prm`). The value head starts at zero.
 
     Args:
         model: the policy, a causal language model or a `peft.PeftModel` around one.
         lora_rank: wrap a full model in a fresh adapter of this rank.
-        critic: a model whose backbone the critic starts from (of any architecture); None is the policy's own.
+        critic: a model whose backbone the critic starts from (of any architecture); with LoRA the folder of a PRM that
+            is an adapter on the policy's base. None is the policy's own; False: there is no critic.
         temperature: what the policy samples at; its log-probabilities are taken at it.
         gradient_checkpointing: trade time for memory in the passes that train.
+        seed: of fresh adapters.
     """
 
     def __init__(
@@ -65,53 +71,117 @@ class Roles:
         critic: Any = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        seed: int = 0,
     ) -> None:
         from peft import LoraConfig, PeftModel, get_peft_model
 
         if temperature <= 0:
             raise UsageError(f"training needs a sampling temperature > 0, got {temperature}")
         self.temperature = temperature
-        if lora_rank is not None and not isinstance(model, PeftModel):
-            lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, lora)
-        self.lora = isinstance(model, PeftModel)
-        self.model = model
-        inner = model.get_base_model() if self.lora else model
-        self.head = inner.get_output_embeddings()
-        if self.lora:
-            if critic is not None:
-                raise UsageError("with LoRA the critic is an adapter on the policy's base; it cannot start from a PRM")
-            config = copy.deepcopy(model.peft_config["default"])
-            config.modules_to_save = None
-            self.start = {k: v.detach().clone() for k, v in model.named_parameters() if ".default." in k}
-            model.add_adapter("reference", config)
-            self._copy_adapter("reference")
-            model.add_adapter("critic", config)
+        fresh = lora_rank is not None and not isinstance(model, PeftModel)
+        if lora_rank is not None and not fresh and model.peft_config["default"].r != lora_rank:
+            raise UsageError(f"the policy is an adapter of rank {model.peft_config['default'].r}, not {lora_rank}")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if lora_rank is not None and fresh:
+                alpha = 2 * lora_rank
+                lora = LoraConfig(r=lora_rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+                model = get_peft_model(model, lora)
+            self.lora = isinstance(model, PeftModel)
+            self.model = model
+            inner = model.get_base_model() if self.lora else model
+            self.head = inner.get_output_embeddings()
             self.backbone = backbone_of(inner)
-            self.reference = self.critic = self.backbone
-        else:
-            for parameter in model.parameters():
-                parameter.requires_grad_(True)
-            self.backbone = backbone_of(model)
-            self.reference = copy.deepcopy(self.backbone).requires_grad_(False)
-            self.critic = copy.deepcopy(self.backbone if critic is None else backbone_of(critic))
-            self.critic.requires_grad_(True)
-        width = self.critic.config.get_text_config().hidden_size
+            if self.lora:
+                self._adapters(fresh, critic)
+            else:
+                self._copies(critic)
+        width = (self.critic or self.backbone).config.get_text_config().hidden_size
         device = next(self.backbone.parameters()).device
         self.value_head = nn.Linear(width, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         self._no_dropout()
         if gradient_checkpointing:
+            self.model.train()  # in evaluation mode transformers does not checkpoint
             inner.gradient_checkpointing_enable({"use_reentrant": False})
-            if not self.lora:
-                self.critic.gradient_checkpointing_enable({"use_reentrant": False})
+            if not self.lora and self.critic is not None:
+                self.critic.train().gradient_checkpointing_enable({"use_reentrant": False})
         if not plain_head(inner):
             raise ModelError("this architecture's logits are not its output layer applied to its last hidden state")
+
+    def _adapters(self, fresh: bool, critic: Any) -> None:
+        """One base: the reference is it as the policy started, the critic an adapter of its own."""
+        config = copy.deepcopy(self.model.peft_config["default"])
+        config.modules_to_save = None
+        self.reference = self.backbone
+        self.critic = None if critic is False else self.backbone
+        self.bare_reference = fresh
+        if not fresh:
+            start = {k: v.detach().clone() for k, v in self.model.named_parameters() if ".default." in k}
+            self.model.add_adapter("reference", config)
+            self._set_adapter("reference", {k.replace(".default.", ".reference."): v for k, v in start.items()})
+        if isinstance(critic, str | Path):
+            self.load_prm_adapter(critic, "critic")
+        elif critic is None:
+            self.model.add_adapter("critic", config)
+        elif critic is not False:
+            raise UsageError("with LoRA the critic starts from a PRM that is an adapter on the policy's base")
+
+    def _copies(self, critic: Any) -> None:
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        self.reference = copy.deepcopy(self.backbone).requires_grad_(False)
+        self.critic = None
+        if critic is not False:
+            self.critic = copy.deepcopy(self.backbone if critic is None else backbone_of(critic))
+            self.critic.requires_grad_(True)
 
     @property
     def device(self) -> Any:
         return next(self.backbone.parameters()).device
+
+    def load_prm_adapter(self, folder: Any, name: str) -> dict[str, Tensor]:
+        """Put the adapter of a PRM on the policy's base under a name; returns the stored tensors, head included.
+
+        Raises:
+            UsageError: the PRM is no adapter, or not one on the policy's base.
+        """
+        from peft import LoraConfig, PeftConfig
+
+        found = checkpoint.locate(folder)
+        settings = checkpoint.Settings.read(found)
+        base = ((k.replace(".base_layer", ""), v) for k, v in self.backbone.named_parameters() if ".lora_" not in k)
+        if not (self.lora and settings.lora and not settings.added):
+            raise UsageError(f"{folder}: only a PRM that is a LoRA adapter without tokens of its own can share a base")
+        if checkpoint.fingerprint(base, rounded=True) != settings.base_fingerprint:
+            raise UsageError(f"{folder}: its base is not the policy's: the weights differ")
+        own = PeftConfig.from_pretrained(str(found))
+        targets = own.target_modules if isinstance(own.target_modules, str) else sorted(own.target_modules)
+        config = LoraConfig(
+            r=own.r,
+            lora_alpha=own.lora_alpha,
+            target_modules=targets,
+            use_rslora=own.use_rslora,
+            rank_pattern=own.rank_pattern,
+            alpha_pattern=own.alpha_pattern,
+            task_type="CAUSAL_LM",
+        )
+        self.model.add_adapter(name, config)
+        stored = checkpoint.stored_tensors(found, "")
+        # A causal model and a classifier hold the same backbone, so its weights have the same names in both.
+        weights = {k.replace(".weight", f".{name}.weight"): v for k, v in stored.items() if ".lora_" in k}
+        self._set_adapter(name, weights)
+        return stored
+
+    def _set_adapter(self, name: str, weights: dict[str, Tensor]) -> None:
+        """Set an adapter's weights; all must be there, and no others."""
+        own = {k: v for k, v in self.model.named_parameters() if f".{name}." in k}
+        if set(own) != set(weights):
+            raise ModelError(f"the adapter has other weights: {', '.join(sorted(set(own) ^ set(weights))[:3])}")
+        with torch.no_grad():
+            for key, parameter in own.items():
+                parameter.copy_(weights[key])
 
     def logprobs(self, batch: Batch, role: str = "policy") -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of each policy token, each (tokens,), float32, at the sampling temperature."""
@@ -126,13 +196,19 @@ class Roles:
         """The critic's value of the state before each place, (tokens,)."""
         return self.value_head(self._hidden(batch, "critic").float()).squeeze(-1)
 
+    def backward(self, loss: Tensor, role: str) -> None:
+        """Back-propagate a role's loss with its adapter on: checkpointing runs the forward pass once more."""
+        with self.as_role(role):
+            loss.backward()
+
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
         """What a role trains, by name."""
         if self.lora:
             adapter = "default" if role == "policy" else "critic"
             found = {k: v for k, v in self.model.named_parameters() if f".{adapter}." in k}
         else:
-            found = dict((self.model if role == "policy" else self.critic).named_parameters())
+            model: Any = self.model if role == "policy" else self.critic
+            found = dict(model.named_parameters())
         if role == "critic":
             found |= {f"value_head.{k}": v for k, v in self.value_head.named_parameters()}
         return found
@@ -145,38 +221,92 @@ class Roles:
 
     def _hidden(self, batch: Batch, role: str) -> Tensor:
         """The backbone's last hidden state at the token before each place, (tokens, width)."""
-        with self._as(role):
+        with self.as_role(role):
             backbone = {"policy": self.backbone, "reference": self.reference, "critic": self.critic}[role]
             positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
             output = backbone(input_ids=batch.ids, attention_mask=batch.mask, position_ids=positions, use_cache=False)
         return output.last_hidden_state[batch.row, batch.column - 1]
 
     @contextmanager
-    def _as(self, role: str) -> Iterator[None]:
+    def as_role(self, role: str) -> Iterator[None]:
+        """With LoRA: what runs inside runs with the role's adapter."""
         if not self.lora:
             yield
-            return
-        self.model.set_adapter({"policy": "default"}.get(role, role))
-        try:
-            with torch.no_grad() if role == "reference" else nullcontext():
+        elif role == "reference" and self.bare_reference:
+            with torch.no_grad(), self.model.disable_adapter():
                 yield
-        finally:
-            self.model.set_adapter("default")
-
-    def _copy_adapter(self, to: str) -> None:
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, value in self.start.items():
-                if (target := parameters.get(name.replace(".default.", f".{to}."))) is not None:
-                    target.copy_(value)
+        else:
+            self.model.set_adapter({"policy": "default"}.get(role, role))
+            try:
+                with nullcontext() if role in ("policy", "critic") else torch.no_grad():
+                    yield
+            finally:
+                self.model.set_adapter("default")
 
     def _no_dropout(self) -> None:
         """Dropout would make the ratio differ from 1 before any update."""
-        for module in [*self.model.modules(), *self.reference.modules(), *self.critic.modules()]:
+        models = [self.model, self.reference, *([self.critic] if self.critic is not None else [])]
+        for module in (module for model in models for module in model.modules()):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             if isinstance(getattr(module, "attention_dropout", None), float):
                 module.attention_dropout = 0.0
+
+
+class _Reader(nn.Module):
+    """What `PRM` asks of a classifier, on a base that other roles use too: the adapter is on only while it reads."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, roles: Roles, adapter: str, head: nn.Module) -> None:
+        super().__init__()
+        self.roles, self.adapter, self.score = (roles,), adapter, head  # a tuple: no module is registered twice
+
+    @property
+    def backbone(self) -> _Reader:
+        return self
+
+    def get_base_model(self) -> _Reader:
+        return self
+
+    def get_input_embeddings(self) -> Any:
+        return self.roles[0].backbone.get_input_embeddings()
+
+    def eval(self) -> _Reader:
+        self.roles[0].model.eval()
+        return self
+
+    def train(self, mode: bool = True) -> _Reader:
+        self.roles[0].model.train(mode)
+        return self
+
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, use_cache: bool = False
+    ) -> Any:
+        roles = self.roles[0]
+        with roles.as_role(self.adapter):
+            return roles.backbone(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
+            )
+
+
+def adapter_prm(folder: Any, roles: Roles) -> PRM:
+    """A PRM that is a LoRA adapter, loaded as one more adapter on the policy's frozen base.
+
+    Raises:
+        UsageError: it is no adapter, or not one on the policy's base.
+    """
+    stored = roles.load_prm_adapter(folder, "prm")
+    found = checkpoint.locate(folder)
+    heads = {k.rpartition(".")[2]: v.float() for k, v in stored.items() if ".lora_" not in k}
+    if "weight" not in heads:
+        raise ModelError(f"{folder}: the head is missing")
+    head = nn.Linear(heads["weight"].shape[1], 1, bias="bias" in heads, device=roles.device)
+    head.load_state_dict(heads)
+    from transformers import AutoTokenizer
+
+    settings = checkpoint.Settings.read(found)
+    return PRM(_Reader(roles, "prm", head), AutoTokenizer.from_pretrained(found), settings, str(folder))
 
 
 def plain_head(model: Any) -> bool:

@@ -1,9 +1,9 @@
 """Step scores that need no PRM: were the right tools called, do the arguments parse, does it rest on evidence.
 
-Each is a function of trajectories to scores in [0, 1], as `PRM.score` is. A score says how things stand after the step,
-so that the progress shape pays each gain once: calling again, calling more and padding earn nothing, and the whole of an
-episode's bonus is at most the scorer's weight. Only what the policy wrote counts, never an example in the task or a
-tool's output.
+Each is a function of trajectories to scores in [0, 1], as `PRM.score` is. A score says how things stand after the
+step, so that the progress shape pays each gain once: calling again, calling more and padding earn nothing, and the
+whole of an episode's bonus is at most the scorer's weight. Only what the policy wrote counts, never an example in the
+task or a tool's output.
 """
 
 from __future__ import annotations

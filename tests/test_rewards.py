@@ -66,7 +66,8 @@ def test_the_parts_add_up():
     )
     assert rewards.process == pytest.approx([0.15, 0, 0, 0.12])
     assert rewards.outcome == [0, 0, 0, 1]
-    assert rewards.penalties == {"repeat": [0, -0.1, 0, 0], "invalid": [0, 0, -0.1, 0], "limit": [0, 0, 0, -0.25]}
+    assert rewards.penalties == {"repeat": [0, -0.1, 0, 0], "invalid": [0, 0, -0.1, 0], "limit": [0, 0, 0, -0.25],
+                                 "blocked": [0] * 4}  # fmt: skip
     assert rewards.total == pytest.approx([0.15, -0.1, -0.15, 0.12 + 1 + 0.5 - 0.25])
 
 
