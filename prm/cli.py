@@ -209,55 +209,14 @@ def distill(argv: list[str]) -> int:
 
 def score(argv: list[str]) -> int:
     """score every step of trajectories with a PRM"""
-    from dataclasses import dataclass
-    from itertools import chain, islice
+    from prm.batching import ScoreConfig, score_file
 
-    from prm.config import progress
-    from prm.records import iter_jsonl
-
-    @dataclass(frozen=True)
-    class ScoreConfig:
-        out: str = option(..., "append the scores here, as labels; what is there already is not scored again")
-        base: str | None = option(None, "where an adapter's base is, if it moved")
-        dtype: str | None = option(None, "of the weights (default: as saved)", choices=("float32", "bfloat16"))
-        batch_tokens: int = option(16384, "the most tokens at a time, padding included")
-        skip_bad: bool = option(False, "count bad lines and steps longer than the model reads, and go on")
-
-    places = [Positional("model", "a PRM: a folder or hub id"), Positional("trajectories", "what to score")]
+    places = [
+        Positional("model", "a PRM: a folder, a hub id, or the address of a server"),
+        Positional("trajectories", "what to score"),
+    ]
     where, config = parse("score", score.__doc__ or "", places, [ScoreConfig], argv)
-    rows = iter_jsonl(where.trajectories, Trajectory, skip_bad=config.skip_bad)
-    if (start := next(rows, None)) is None:
-        raise DataError(f"{where.trajectories}: holds no trajectory")
-    from prm.model import PRM
-
-    prm = PRM.load(where.model, base=config.base, dtype=config.dtype)
-    done: dict[str, set[int]] = {}
-    for label in read_jsonl(config.out, StepLabel) if Path(config.out).exists() else []:
-        if label.meta.get("model") != prm.fingerprint():
-            raise UsageError(f"{config.out}: holds labels that {where.model} as it is now did not write")
-        done.setdefault(label.trajectory_id, set()).add(label.step)
-    save(config.out, "score", config, model=where.model, trajectories=where.trajectories)
-    before = sum(map(len, done.values()))
-    written = too_long = 0
-    bar = progress(None, "score", "trajectory")
-    rows = chain([start], rows)
-    while chunk := list(islice(rows, 64)):
-        bar.update(len(chunk))
-        fresh = list({t.id: t for t in chunk if len(done.get(t.id, ())) < len(t.steps)}.values())
-        if config.skip_bad:
-            read = [sum(len(part.ends) for part in prm.render(t, skip_long=True)) for t in fresh]
-            too_long += sum(n < len(t.steps) for t, n in zip(fresh, read, strict=True))
-            fresh = [t for t, n in zip(fresh, read, strict=True) if n == len(t.steps)]
-        labels = prm.label(fresh, batch_tokens=config.batch_tokens) if fresh else []
-        labels = [label for label in labels if label.step not in done.get(label.trajectory_id, ())]
-        written += append_jsonl(config.out, labels)
-        for label in labels:
-            done.setdefault(label.trajectory_id, set()).add(label.step)
-    bar.close()
-    if too_long:
-        print(f"{too_long} trajectories left out: a step is longer than the model reads", file=sys.stderr)
-    print(f"{config.out}: {written} steps scored, {before} from before")
-    return 0
+    return score_file(where.model, where.trajectories, config)
 
 
 def evaluate(argv: list[str]) -> int:

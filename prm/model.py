@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from prm import checkpoint
+from prm.batching import StepScorer
+from prm.batching import by_length as by_length
 from prm.checkpoint import Settings
 from prm.errors import ModelError, UsageError
-from prm.records import StepLabel, Trajectory
+from prm.records import Trajectory
 from prm.render import Layout, Rendered, chat_layout, plain_layout, text_layout, tools_key, windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = {"plain": plain_layout, "text": text_layout}
 
 
-class PRM:
+class PRM(StepScorer):
     """A process reward model. Made by `PRM.create` (a fresh head on a base) or `PRM.load`.
 
     Attributes:
@@ -40,7 +41,6 @@ class PRM:
         self.backbone = getattr(self.classifier, self.classifier.base_model_prefix)
         self.head_name = next(n for n in checkpoint.HEADS if hasattr(self.classifier, n))
         self.step_token = None if settings.step_token is None else _one_id(tokenizer, settings.step_token)
-        self._arguments = frozenset(inspect.signature(self.backbone.forward).parameters)
         self._layouts: dict[str, Layout] = {}
 
     @classmethod
@@ -145,19 +145,48 @@ class PRM:
         device: str | torch.device | None = None,
         dtype: str | None = None,
         base: str | os.PathLike[str] | None = None,
-    ) -> PRM:
-        """Load what `save` wrote.
+        kind: str = "auto",
+        prompt: str | None = None,
+        compile: bool = False,
+    ) -> StepScorer:
+        """Load what `save` wrote, or somebody else's PRM.
 
         Args:
             path: a folder, or a hub id.
             device: by default a GPU where there is one.
             dtype: of the weights; by default as saved. The head stays float32.
             base: where an adapter's base is now, if it moved.
+            kind: "prm" (as `save` wrote it), one of `prm.foreign.KINDS`, or "auto": what the checkpoint shows it to be.
+            prompt: for the kind "yes-no", the question put after the steps.
+            compile: `torch.compile` the backbone; batches are then padded.
+
+        Returns:
+            A `PRM`, or a `prm.foreign.ForeignPRM`, which scores alike.
 
         Raises:
-            ModelError: anything is missing or does not fit: the head, the base, a token, a weight.
+            ModelError: anything is missing or does not fit: the head, the base, a token, a weight; or nothing shows
+                what kind of PRM it is.
         """
         folder = checkpoint.locate(path)
+        if kind != "prm" and (kind != "auto" or not (folder / checkpoint.FILE).exists()):
+            from prm.foreign import load_foreign
+
+            made: StepScorer = load_foreign(folder, str(path), kind, device=device, dtype=dtype, prompt=prompt)
+        else:
+            made = cls._load(folder, path, device, dtype, base)
+        if compile:
+            made.compiled = torch.compile(made.backbone, dynamic=True)
+        return made
+
+    @classmethod
+    def _load(
+        cls,
+        folder: Path,
+        path: str | os.PathLike[str],
+        device: str | torch.device | None,
+        dtype: str | None,
+        base: str | os.PathLike[str] | None,
+    ) -> PRM:
         settings = Settings.read(folder)
         if (dtype or settings.dtype) not in DTYPES:
             raise ModelError(f"dtype must be {' or '.join(DTYPES)}, got {dtype or settings.dtype!r}")
@@ -208,10 +237,6 @@ class PRM:
         """The linear layer from a hidden state to a logit, in float32."""
         return getattr(self.classifier, self.head_name)
 
-    @property
-    def device(self) -> torch.device:
-        return self.backbone.get_input_embeddings().weight.device
-
     def fingerprint(self) -> str:
         """16 hex digits of weights and settings: what gives the same scores has the same."""
         own = dataclasses.replace(self.settings, base="", threshold=0.5).to_json()
@@ -239,74 +264,10 @@ class PRM:
             skip_long=skip_long,
         )
 
-    def logits(self, parts: Sequence[Rendered]) -> Tensor:
-        """Raw logits at all `ends` of a batch of parts, in order, flat: (steps,), float32, with gradients."""
-        width = max(len(p.ids) for p in parts)
-        ids = torch.tensor([p.ids + [0] * (width - len(p.ids)) for p in parts], device=self.device)
-        places = torch.arange(width, device=self.device)
-        kwargs: dict[str, Any] = {}
-        if not self.settings.causal:
-            sizes = torch.tensor([len(p.ids) for p in parts], device=self.device)
-            kwargs["attention_mask"] = (places < sizes[:, None]).long()
-        else:
-            # Padding comes after all that is read, so a causal model needs no mask, and attention is faster without.
-            given = {"position_ids": places.expand(len(parts), -1), "use_cache": False}
-            kwargs |= {name: value for name, value in given.items() if name in self._arguments}
-        hidden = self.backbone(input_ids=ids, **kwargs).last_hidden_state
-        rows = [row for row, p in enumerate(parts) for _ in p.ends]
-        read = hidden[rows, [end for p in parts for end in p.ends]].float()
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Logits (...) of hidden states (..., width), in float32."""
         with torch.autocast(self.device.type, enabled=False):
-            return self.head(read).squeeze(-1)
-
-    @torch.no_grad()
-    def raw(self, parts: Sequence[Rendered], *, batch_tokens: int = 16384) -> list[Tensor]:
-        """Logits of each part, (its steps,), float32 on the CPU, in order; batches are made by length.
-
-        Raises:
-            ModelError: a logit is not finite.
-        """
-        out: list[Tensor] = [torch.empty(0)] * len(parts)
-        training = self.model.training
-        self.model.eval()
-        try:
-            for batch in by_length([len(p.ids) for p in parts], batch_tokens):
-                logits = self.logits([parts[i] for i in batch]).cpu()
-                if not bool(logits.isfinite().all()):
-                    raise ModelError(f"{self.name}: a logit is not finite; the weights are broken")
-                for i, own in zip(batch, logits.split([len(parts[i].ends) for i in batch]), strict=True):
-                    out[i] = own
-        finally:
-            self.model.train(training)
-        return out
-
-    def score(self, trajectories: Sequence[Trajectory], *, batch_tokens: int = 16384) -> list[list[float]]:
-        """P(good) of every step of every trajectory, calibrated; no steps, no scores.
-
-        Args:
-            trajectories: in any number; results come in their order.
-            batch_tokens: the most tokens of a batch, padding included (a longer trajectory goes alone).
-
-        Raises:
-            DataError: a step does not fit into `max_tokens` together with the task.
-        """
-        rendered = [self.render(t) for t in trajectories]
-        parts = [part for own in rendered for part in own if part.ends]
-        logits = iter(self.raw(parts, batch_tokens=batch_tokens))
-        out = []
-        for own in rendered:
-            read = [next(logits) for part in own if part.ends]
-            out.append(self.settings.calibration(torch.cat(read)).tolist() if read else [])
-        return out
-
-    def label(self, trajectories: Sequence[Trajectory], *, batch_tokens: int = 16384) -> list[StepLabel]:
-        """`score` as records: source "prm:NAME", meta with the model's fingerprint and its threshold."""
-        meta = {"model": self.fingerprint(), "threshold": self.settings.threshold}
-        scores = self.score(trajectories, batch_tokens=batch_tokens)
-        return [
-            StepLabel(trajectory.id, i, score, f"prm:{self.name}", meta=meta)
-            for trajectory, own in zip(trajectories, scores, strict=True)
-            for i, score in enumerate(own)
-        ]
+            return self.head(hidden.float()).squeeze(-1)
 
     def _layout(self, tools: Sequence[Any]) -> Layout:
         key = tools_key(tools)
@@ -314,17 +275,6 @@ class PRM:
             make = LAYOUTS.get(self.settings.layout)
             self._layouts[key] = make(self.tokenizer) if make else chat_layout(self.tokenizer, tools=tools)
         return self._layouts[key]
-
-
-def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices in batches of similar length, the longest first, each of at most `batch_tokens` with its padding."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
 
 
 def _device() -> str:
