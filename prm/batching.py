@@ -44,6 +44,7 @@ class StepScorer:
     settings: Settings
     name: str
     compiled: Any = None
+    windowed = True  # several parts of a trajectory are windows over it, and not questions about its steps
 
     def render(self, trajectory: Trajectory, *, skip_long: bool = False) -> list[Rendered]:
         """The trajectory as this model reads it, in one part or several; each step is read in exactly one."""

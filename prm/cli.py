@@ -219,6 +219,16 @@ def score(argv: list[str]) -> int:
     return score_file(where.model, where.trajectories, config)
 
 
+def serve(argv: list[str]) -> int:
+    """score over HTTP: batching across clients, OpenRLHF's and vLLM's protocols"""
+    from prm.serve.config import ServeConfig
+    from prm.serve.run import serve as run
+
+    places = [Positional("model", "a PRM: a folder or hub id")]
+    where, config = parse("serve", serve.__doc__ or "", places, [ServeConfig], argv)
+    return run(where.model, config)
+
+
 def evaluate(argv: list[str]) -> int:
     """compare labels with gold: first-error F1, AUC, calibration, kappa"""
     from dataclasses import dataclass
@@ -331,6 +341,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "show": show,
     "distill": distill,
     "score": score,
+    "serve": serve,
     "evaluate": evaluate,
     "sft": sft,
     "ppo": ppo,

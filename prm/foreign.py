@@ -49,6 +49,8 @@ class ForeignPRM(StepScorer):
         kind: one of `KINDS`.
     """
 
+    windowed = False
+
     def __init__(self, backbone: Any, head: nn.Module, tokenizer: Any, settings: Settings, name: str, reading: Reading):
         self.backbone = self.model = backbone
         self.head, self.tokenizer, self.settings, self.name, self.prompt = (

@@ -1,0 +1,1 @@
+"""A PRM over HTTP: `prm serve`. See docs/serve.md."""
