@@ -140,7 +140,7 @@ def app(model: StepScorer, config: ServeConfig, *, load: Callable[[], StepScorer
         redirect_slashes=False,
     )
     own.state.serving = serving
-    own.add_middleware(Guard, api_key=key, max_body_bytes=config.max_body_bytes, timeout=config.timeout)
+    own.add_middleware(Guard, api_key=key, config=config, metrics=serving.metrics)
     _refusals(own, serving)
     _routes(own, serving)
     return own
@@ -174,15 +174,6 @@ def _refusals(own: FastAPI, serving: Serving) -> None:
     @own.exception_handler(PrmError)
     async def refused(_: Request, error: PrmError) -> Response:
         return _problem(422, str(error))
-
-    @own.middleware("http")
-    async def count(request: Request, call_next: Any) -> Response:
-        start = time.perf_counter()
-        response: Response = await call_next(request)
-        route = getattr(request.scope.get("route"), "path", "none")
-        serving.metrics.add("prm_requests_total", route=route, status=str(response.status_code))
-        serving.metrics.observe("prm_request_seconds", time.perf_counter() - start, route=route)
-        return response
 
 
 def _routes(own: FastAPI, serving: Serving) -> None:

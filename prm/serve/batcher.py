@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from prm.batching import StepScorer
-from prm.errors import PrmError
 from prm.render import Rendered
 from prm.serve.metrics import Metrics
 
@@ -150,7 +149,7 @@ class Batcher:
         reader = model._reader() if model.shares else None
         try:
             found = model.raw(parts, batch_tokens=self.batch_tokens, reader=reader)
-        except (PrmError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             # What a pass raises belongs to its requests; the thread and the other requests live on.
             for job in {id(job): job for job, _ in taken}.values():
                 job.dropped = True

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from typing import Any
+
+from prm.serve.config import ServeConfig
+from prm.serve.metrics import Metrics
 
 OPEN = ("/healthz",)
 
@@ -13,17 +17,35 @@ OPEN = ("/healthz",)
 class Guard:
     """ASGI middleware: 401 without the key, 413 for a body over the limit, 408 for one that does not come.
 
-    The body is read whole before a route sees it, never more than the limit of it.
+    The body is read whole before a route sees it, never more than the limit of it. Every answer is counted.
     """
 
-    def __init__(self, app: Any, *, api_key: str | None, max_body_bytes: int, timeout: float) -> None:
-        self.app, self.max_body_bytes, self.timeout = app, max_body_bytes, timeout
+    def __init__(self, app: Any, *, api_key: str | None, config: ServeConfig, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+        self.max_body_bytes, self.timeout = config.max_body_bytes, config.timeout
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        start, status = time.perf_counter(), "none"
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, counted)
+        finally:
+            # A path that is no route is not a label: anybody can make those up.
+            route = getattr(scope.get("route"), "path", "none")
+            self.metrics.add("prm_requests_total", route=route, status=status)
+            self.metrics.observe("prm_request_seconds", time.perf_counter() - start, route=route)
+
+    async def _guarded(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {k.lower(): v for k, v in scope["headers"]}
         if self._key is not None and scope["path"] not in OPEN:
             given = headers.get(b"authorization", b"")
