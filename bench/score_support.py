@@ -17,23 +17,6 @@ from tests.tiny import tokenizer
 
 TEXT = "search the capital of France is Paris answer river country long number add two result none"
 WORDS = TEXT.split()
-    "search",
-    "the",
-    "capital",
-    "of",
-    "France",
-    "is",
-    "Paris",
-    "answer",
-    "river",
-    "country",
-    "long",
-    "number",
-    "add",
-    "two",
-    "result",
-    "none",
-]
 
 
 def made(width: int = 512, layers: int = 6) -> PRM:

@@ -229,6 +229,18 @@ def serve(argv: list[str]) -> int:
     return run(where.model, config)
 
 
+def export(argv: list[str]) -> int:
+    """a PRM for other programs: a plain merged checkpoint, or ONNX"""
+    from prm.export import ExportConfig
+    from prm.export import export as run
+
+    where, config = parse("export", export.__doc__ or "", [Positional("model", "a PRM")], [ExportConfig], argv)
+    run(where.model, config)
+    save(config.out, "export", config, model=where.model)
+    print(config.out)
+    return 0
+
+
 def evaluate(argv: list[str]) -> int:
     """compare labels with gold: first-error F1, AUC, calibration, kappa"""
     from dataclasses import dataclass
@@ -271,38 +283,27 @@ def sft(argv: list[str]) -> int:
 
 def ppo(argv: list[str]) -> int:
     """train a policy by PPO on a reward for every step"""
-    from dataclasses import dataclass
-
     from prm.env import EnvConfig
-    from rl.policies import PolicyConfig, TransformersPolicy, load_policy
-    from rl.ppo import PPOConfig, train
+    from rl.guard import GuardConfig
+    from rl.policies import PolicyConfig
+    from rl.ppo import PPOConfig
+    from rl.run import TrainingConfig
+    from rl.run import ppo as work
 
-    @dataclass(frozen=True)
-    class ScorerConfig:
-        prm: str | None = option(None, "the PRM that scores steps, a checkpoint")
-        critic_from_prm: bool = option(False, "start the critic from the PRM's backbone")
-        eval_args: str | None = option(None, "the environment's arguments where success is measured, as JSON")
+    configs = [EnvConfig, PolicyConfig, GuardConfig, TrainingConfig, PPOConfig]
+    return work(*parse("ppo", ppo.__doc__ or "", [], configs, argv)[1:])
 
-    configs = [EnvConfig, PolicyConfig, ScorerConfig, PPOConfig]
-    _, where, policy_config, scorer_config, config = parse("ppo", ppo.__doc__ or "", [], configs, argv)
-    make = where.factory()
-    eval_env = EnvConfig(where.env, scorer_config.eval_args).factory() if scorer_config.eval_args else None
-    scorer = None
-    if scorer_config.prm:
-        from prm.model import PRM
 
-        scorer = PRM.load(scorer_config.prm)
-    elif scorer_config.critic_from_prm:
-        raise UsageError("--critic-from-prm needs --prm")
-    policy = load_policy(policy_config)
-    if not isinstance(policy, TransformersPolicy):
-        raise UsageError(f"--policy {policy_config.policy}: training needs a checkpoint")
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    save(config.out, "ppo", where, policy_config, scorer_config, config)
-    critic = scorer.model if scorer is not None and scorer_config.critic_from_prm else None
-    result = train(policy, make, scorer, config, eval_env=eval_env, critic=critic)
-    print(f"{result.out}/policy: success {result.success:.3f} on {config.eval_episodes} episodes")
-    return 0
+def run(argv: list[str]) -> int:
+    """drive a policy through an environment behind the guard"""
+    from prm.env import EnvConfig
+    from rl.guard import GuardConfig
+    from rl.policies import PolicyConfig
+    from rl.run import RunConfig
+    from rl.run import run as work
+
+    configs = [EnvConfig, PolicyConfig, GuardConfig, RunConfig]
+    return work(*parse("run", run.__doc__ or "", [], configs, argv)[1:])
 
 
 def demo(argv: list[str]) -> int:
@@ -342,9 +343,11 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "distill": distill,
     "score": score,
     "serve": serve,
+    "export": export,
     "evaluate": evaluate,
     "sft": sft,
     "ppo": ppo,
+    "run": run,
 }
 
 if __name__ == "__main__":

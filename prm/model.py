@@ -41,7 +41,6 @@ class PRM(StepScorer):
         self.backbone = getattr(self.classifier, self.classifier.base_model_prefix)
         self.head_name = next(n for n in checkpoint.HEADS if hasattr(self.classifier, n))
         self.step_token = None if settings.step_token is None else _one_id(tokenizer, settings.step_token)
-        self._layouts: dict[str, Layout] = {}
 
     @classmethod
     def create(
@@ -134,7 +133,7 @@ class PRM(StepScorer):
         if not settings.causal:
             warnings.warn("the base reads both ways: a step's score depends on the steps after it", stacklevel=2)
         prm = cls(model.to(device or _device()).eval(), tokenizer, settings, where or "memory")
-        prm._layout(())
+        layout_of(prm, ())
         return prm
 
     @classmethod
@@ -255,26 +254,36 @@ class PRM(StepScorer):
         Raises:
             DataError: a step does not fit together with the task. With `skip_long` it is left out.
         """
-        return windows(
-            trajectory,
-            self.tokenizer,
-            self._layout(trajectory.meta.get("tools") or ()),
-            max_tokens=self.settings.max_tokens,
-            step_token=self.step_token,
-            skip_long=skip_long,
-        )
+        return render_windows(self, trajectory, skip_long)
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Logits (...) of hidden states (..., width), in float32."""
         with torch.autocast(self.device.type, enabled=False):
             return self.head(hidden.float()).squeeze(-1)
 
-    def _layout(self, tools: Sequence[Any]) -> Layout:
-        key = tools_key(tools)
-        if key not in self._layouts:
-            make = LAYOUTS.get(self.settings.layout)
-            self._layouts[key] = make(self.tokenizer) if make else chat_layout(self.tokenizer, tools=tools)
-        return self._layouts[key]
+
+def render_windows(prm: Any, trajectory: Trajectory, skip_long: bool) -> list[Rendered]:
+    """A trajectory as the settings of a PRM with this toolkit's layouts say; the layouts are made once."""
+    token = prm.settings.step_token
+    tools = trajectory.meta.get("tools") or ()
+    return windows(
+        trajectory,
+        prm.tokenizer,
+        layout_of(prm, tools),
+        max_tokens=prm.settings.max_tokens,
+        step_token=None if token is None else _one_id(prm.tokenizer, token),
+        skip_long=skip_long,
+    )
+
+
+def layout_of(prm: Any, tools: Sequence[Any]) -> Layout:
+    """The layout of a PRM for an environment with these tools."""
+    layouts: dict[str, Layout] = prm.__dict__.setdefault("_layouts", {})
+    key = tools_key(tools)
+    if key not in layouts:
+        make = LAYOUTS.get(prm.settings.layout)
+        layouts[key] = make(prm.tokenizer) if make else chat_layout(prm.tokenizer, tools=tools)
+    return layouts[key]
 
 
 def _device() -> str:
