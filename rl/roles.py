@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -253,60 +255,42 @@ class Roles:
                 module.attention_dropout = 0.0
 
 
-class _Reader(nn.Module):
-    """What `PRM` asks of a classifier, on a base that other roles use too: the adapter is on only while it reads."""
+class AdapterPRM(PRM):
+    """A PRM on a base that other roles use too: its adapter is on only while it reads. Made by `adapter_prm`."""
 
-    base_model_prefix = "backbone"
+    def __init__(self, roles: Roles, folder: str, head: nn.Linear, digest: str) -> None:
+        from transformers import AutoTokenizer
 
-    def __init__(self, roles: Roles, adapter: str, head: nn.Module) -> None:
-        super().__init__()
-        self.roles, self.adapter, self.score = (roles,), adapter, head  # a tuple: no module is registered twice
+        found = checkpoint.locate(folder)
+        classifier = SimpleNamespace(base_model_prefix="backbone", backbone=roles.backbone, score=head)
+        model = SimpleNamespace(get_base_model=lambda: classifier)
+        super().__init__(model, AutoTokenizer.from_pretrained(found), checkpoint.Settings.read(found), folder)
+        self.model, self.roles, self.digest = roles.model, roles, digest
 
-    @property
-    def backbone(self) -> _Reader:
-        return self
+    def raw(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        with self.roles.as_role("prm"):
+            return super().raw(*args, **kwargs)
 
-    def get_base_model(self) -> _Reader:
-        return self
-
-    def get_input_embeddings(self) -> Any:
-        return self.roles[0].backbone.get_input_embeddings()
-
-    def eval(self) -> _Reader:
-        self.roles[0].model.eval()
-        return self
-
-    def train(self, mode: bool = True) -> _Reader:
-        self.roles[0].model.train(mode)
-        return self
-
-    def forward(
-        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, use_cache: bool = False
-    ) -> Any:
-        roles = self.roles[0]
-        with roles.as_role(self.adapter):
-            return roles.backbone(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
-            )
+    def fingerprint(self) -> str:
+        return self.digest
 
 
-def adapter_prm(folder: Any, roles: Roles) -> PRM:
+def adapter_prm(folder: Any, roles: Roles) -> AdapterPRM:
     """A PRM that is a LoRA adapter, loaded as one more adapter on the policy's frozen base.
 
     Raises:
         UsageError: it is no adapter, or not one on the policy's base.
+        ModelError: the folder holds no PRM, or one without a head.
     """
     stored = roles.load_prm_adapter(folder, "prm")
-    found = checkpoint.locate(folder)
     heads = {k.rpartition(".")[2]: v.float() for k, v in stored.items() if ".lora_" not in k}
     if "weight" not in heads:
         raise ModelError(f"{folder}: the head is missing")
     head = nn.Linear(heads["weight"].shape[1], 1, bias="bias" in heads, device=roles.device)
     head.load_state_dict(heads)
-    from transformers import AutoTokenizer
-
-    settings = checkpoint.Settings.read(found)
-    return PRM(_Reader(roles, "prm", head), AutoTokenizer.from_pretrained(found), settings, str(folder))
+    own = dataclasses.replace(checkpoint.Settings.read(checkpoint.locate(folder)), base="", threshold=0.5).to_json()
+    digest = checkpoint.fingerprint([*stored.items(), (own, torch.empty(0))])  # as `PRM.fingerprint` makes it
+    return AdapterPRM(roles, str(folder), head, digest)
 
 
 def plain_head(model: Any) -> bool:
