@@ -188,6 +188,31 @@ def mc(argv: list[str]) -> int:
     return 0 if labels else 1
 
 
+def fuse(argv: list[str]) -> int:
+    """labels of several sources to one label a step"""
+    import json
+    from dataclasses import dataclass
+
+    from labeling.fuse import FuseConfig, fusion
+    from prm.config import write_text
+
+    @dataclass(frozen=True)
+    class OutConfig:
+        out: str = option(..., "write the fused labels here; must not exist yet")
+
+    places = [Positional("labels", "label files", many=True)]
+    where, target, config = parse("fuse", fuse.__doc__ or "", places, [OutConfig, FuseConfig], argv)
+    refuse_existing(target.out)
+    result = fusion((label for path in where.labels for label in read_records(path, StepLabel)), config)
+    print(result.summary())
+    if not append_jsonl(target.out, result.labels):
+        raise DataError("no label is left: " + ", ".join(f"{n} {reason}" for reason, n in result.dropped.items()))
+    write_text(f"{target.out}.sources.json", json.dumps(result.to_dict(), indent=2) + "\n")
+    save(target.out, "fuse", target, config, labels=" ".join(where.labels))
+    print(f"{target.out}: {len(result.labels)} labels")
+    return 0
+
+
 def distill(argv: list[str]) -> int:
     """train a PRM on step labels"""
     from distill.train import DistillConfig
@@ -306,6 +331,27 @@ def run(argv: list[str]) -> int:
     return work(*parse("run", run.__doc__ or "", [], configs, argv)[1:])
 
 
+def search(argv: list[str]) -> int:
+    """the best trajectory a PRM finds: best-of-n, beam search, rejection sampling"""
+    from dataclasses import dataclass
+
+    from prm.env import EnvConfig
+    from prm.remote import load_prm
+    from rl.policies import PolicyConfig, load_policy
+    from rl.search import SearchConfig, run
+
+    @dataclass(frozen=True)
+    class ScorerConfig:
+        prm: str = option(..., "the PRM that scores steps: a checkpoint, or the address of a server")
+
+    configs = [EnvConfig, PolicyConfig, ScorerConfig, SearchConfig]
+    _, where, policy_config, scorer, config = parse("search", search.__doc__ or "", [], configs, argv)
+    make, prm, policy = where.factory(), load_prm(scorer.prm), load_policy(policy_config)
+    save(config.out, "search", where, policy_config, scorer, config)
+    meta = {"env": where.env, "env_args": where.env_args, "policy": policy_config.policy}
+    return run(policy, make, prm, config, **meta)
+
+
 def demo(argv: list[str]) -> int:
     """the whole pipeline on the embedded default, minutes on two cores"""
     from prm.demo import DemoConfig
@@ -340,10 +386,12 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "annotate": annotate,
     "mc": mc,
     "show": show,
+    "fuse": fuse,
     "distill": distill,
     "score": score,
     "serve": serve,
     "export": export,
+    "search": search,
     "evaluate": evaluate,
     "sft": sft,
     "ppo": ppo,

@@ -35,6 +35,7 @@ def test_the_names_are_pinned():
     [
         ("labeling.annotate", ["app"]),
         ("labeling.montecarlo", ["rollout_labels", "tree_labels"]),
+        ("labeling.fuse", ["fuse"]),
         ("distill.train", ["distill"]),
         ("distill.evaluate", ["evaluate"]),
         ("rl.rollout", ["rollout"]),
