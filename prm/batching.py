@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TRAJECTORIES = 1024
 KEEP_TOKENS = 65536
+AGGREGATES = ("min", "last", "mean", "product")
 
 
 class StepScorer:
@@ -215,6 +217,15 @@ def labels_of(scorer: Any, trajectories: Sequence[Trajectory], scores: Sequence[
         for trajectory, own in zip(trajectories, scores, strict=True)
         for i, score in enumerate(own)
     ]
+
+
+def aggregate(scores: Sequence[float], how: str) -> float:
+    """One number of step scores, one of `AGGREGATES`. What has no step has earned nothing: 0."""
+    if not scores:
+        return 0.0
+    if how == "product":
+        return math.prod(scores)
+    return {"min": min(scores), "last": scores[-1], "mean": sum(scores) / len(scores)}[how]
 
 
 def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

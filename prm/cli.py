@@ -293,6 +293,29 @@ def evaluate(argv: list[str]) -> int:
     return 0
 
 
+def audit(argv: list[str]) -> int:
+    """attack a PRM: what repeating, padding, praise, reordering or stopping early pays"""
+    from distill.audit import HEADER, AuditConfig, summary, write
+    from distill.audit import audit as run
+    from distill.markdown import table
+    from prm.remote import load_prm
+
+    places = [
+        Positional("model", "a PRM: a folder, a hub id, or the address of a server"),
+        Positional("trajectories", "what to attack, as the policy writes it"),
+    ]
+    where, config = parse("audit", audit.__doc__ or "", places, [AuditConfig], argv)
+    trajectories = read_records(where.trajectories, Trajectory)
+    result = run(load_prm(where.model), trajectories, config)
+    if config.out:
+        write(result, config.out)
+        save(config.out, "audit", config, model=where.model, trajectories=where.trajectories)
+    print("\n".join([*table(HEADER, result.rows()), "", summary(result)]))
+    for what, n in result.skipped.items():
+        print(f"left out: {n} {what}", file=sys.stderr)
+    return 0
+
+
 def sft(argv: list[str]) -> int:
     """warm start: clone the behaviour in good trajectories"""
     from rl.sft import SFTConfig
@@ -349,7 +372,7 @@ def search(argv: list[str]) -> int:
     make, prm, policy = where.factory(), load_prm(scorer.prm), load_policy(policy_config)
     save(config.out, "search", where, policy_config, scorer, config)
     meta = {"env": where.env, "env_args": where.env_args, "policy": policy_config.policy}
-    return run(policy, make, prm, config, **meta)
+    return run(policy, make, prm, config, meta)
 
 
 def demo(argv: list[str]) -> int:
@@ -393,6 +416,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "export": export,
     "search": search,
     "evaluate": evaluate,
+    "audit": audit,
     "sft": sft,
     "ppo": ppo,
     "run": run,

@@ -13,11 +13,11 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
 from prm import PRM, ModelError, Step, Trajectory
+from prm.batching import aggregate
 from prm.serve.app import app
 from prm.serve.batcher import Batcher, Busy
 from prm.serve.config import ServeConfig
 from prm.serve.metrics import Metrics
-from prm.serve.texts import aggregate
 from tests.tiny import model, tokenizer
 
 TEXTS = [

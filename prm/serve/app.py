@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
 
-from prm.batching import StepScorer
+from prm.batching import StepScorer, aggregate
 from prm.errors import DataError, PrmError
 from prm.records import Trajectory
 from prm.render import Rendered, encode
@@ -26,7 +26,7 @@ from prm.serve.batcher import Batcher, Busy
 from prm.serve.config import ServeConfig
 from prm.serve.guard import Guard
 from prm.serve.metrics import Metrics
-from prm.serve.texts import aggregate, chat_of, text_trajectories
+from prm.serve.texts import chat_of, text_trajectories
 
 GONE = 499  # nginx's status for a client that went away; nobody reads it
 

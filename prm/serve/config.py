@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 
+from prm.batching import AGGREGATES
 from prm.config import option
 from prm.errors import UsageError
 from prm.remote import KEY_VARIABLE
@@ -28,7 +29,7 @@ class ServeConfig:
     max_body_bytes: int = option(8388608, "answer 413 to a larger body")
     timeout: float = option(120.0, "seconds after which a request is given up, with 503")
     split: str = option("blank-line", "how OpenRLHF's texts become steps", choices=("blank-line", "line"))
-    aggregate: str = option("min", "how step scores become its scalar", choices=("min", "last", "mean", "product"))
+    aggregate: str = option("min", "how step scores become its scalar", choices=AGGREGATES)
 
     def __post_init__(self) -> None:
         for f in fields(self):

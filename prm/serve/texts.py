@@ -1,8 +1,7 @@
-"""Texts and chats of other people's protocols as trajectories, and step scores as one number."""
+"""Texts and chats of other people's protocols as trajectories."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,6 @@ from prm.chat import chat_trajectory
 from prm.errors import DataError
 from prm.formats import split_text
 from prm.records import Step, Trajectory
-
-AGGREGATES = ("min", "last", "mean", "product")
 
 
 def text_trajectories(
@@ -50,12 +47,3 @@ def chat_of(messages: Sequence[Mapping[str, Any]]) -> Trajectory:
     if found is None:
         raise DataError("the messages hold no assistant turn, so there is nothing to score")
     return found
-
-
-def aggregate(scores: Sequence[float], how: str) -> float:
-    """One number of step scores. A sample without a step has earned nothing: 0."""
-    if not scores:
-        return 0.0
-    if how == "product":
-        return math.prod(scores)
-    return {"min": min(scores), "last": scores[-1], "mean": sum(scores) / len(scores)}[how]
