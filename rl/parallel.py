@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from prm.errors import UsageError
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,9 @@ class Ranks:
             return ALONE
         from accelerate import PartialState
 
-        state = PartialState()  # also makes "cuda" this process's own device
+        state = PartialState(cpu=not torch.cuda.is_available())  # also makes "cuda" this process's own device
+        if state.num_processes != int(os.environ["WORLD_SIZE"]):
+            raise UsageError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {state.num_processes} process(es) were joined")
         return cls(state.process_index, state.num_processes)
 
     @property
