@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -196,6 +197,7 @@ class Monitor:
         for name in ("audit.jsonl", "alarm_trajectories.jsonl"):
             _trim(out / name, first, lambda row: row["meta"]["update"])
         self._on: set[str] = set()
+        check_boards(config.boards)
         self._boards = [board for name in config.boards for board in _board(name, out)]
 
     def add(self, line: Line, batch: Sequence[Played], kls: Sequence[float] = ()) -> list[Alarm]:
@@ -267,12 +269,26 @@ def _trim(path: Path, updates: int, update_of: Callable[[Any], int]) -> list[Lin
     return rows
 
 
+def check_boards(names: Sequence[str]) -> None:
+    """Raises UsageError where a board is unknown or not installed."""
+    for name in names:
+        if name not in BOARDS:
+            raise UsageError(f"unknown board {name!r}; known: {', '.join(BOARDS)}")
+        if name in ("wandb", "trackio"):
+            _client(name)
+
+
+def _client(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UsageError(f"--boards {name}: {name} is not installed; pip install {name}") from None
+
+
 def _board(name: str, out: Path) -> Iterable[Callable[[int, dict[str, float]], None]]:
     """A function that takes (update, values), and closes at update -1; nothing for "none"."""
     if name == "none":
         return []
-    if name not in BOARDS:
-        raise UsageError(f"unknown board {name!r}; known: {', '.join(BOARDS)}")
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -285,13 +301,8 @@ def _board(name: str, out: Path) -> Iterable[Callable[[int, dict[str, float]], N
                 writer.close()
 
         return [write]
-    try:
-        client: Any = __import__(name)
-    except ImportError:
-        raise UsageError(f"--boards {name}: {name} is not installed; pip install {name}") from None
-    client.init(project="prm", name=out.name, dir=str(out)) if name == "wandb" else client.init(
-        project="prm", name=out.name
-    )
+    client = _client(name)
+    client.init(project="prm", name=out.name, **({"dir": str(out)} if name == "wandb" else {}))
 
     def log(update: int, values: dict[str, float]) -> None:
         if update < 0:

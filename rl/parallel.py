@@ -38,7 +38,8 @@ class Ranks:
 
         state = PartialState(cpu=not torch.cuda.is_available())  # also makes "cuda" this process's own device
         if state.num_processes != int(os.environ["WORLD_SIZE"]):
-            raise UsageError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {state.num_processes} process(es) were joined")
+            joined = f"{state.num_processes} of them joined"
+            raise UsageError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} processes, but {joined}")
         return cls(state.process_index, state.num_processes)
 
     @property

@@ -84,15 +84,18 @@ class TransformersPolicy:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from prm.checkpoint import quiet
+
         dtype = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         try:
-            if (Path(path) / "adapter_config.json").exists():
-                from peft import AutoPeftModelForCausalLM
+            with quiet():
+                if (Path(path) / "adapter_config.json").exists():
+                    from peft import AutoPeftModelForCausalLM
 
-                model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(path)
+                    model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype)
+                else:
+                    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+                tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: no policy can be loaded: {str(error).splitlines()[0]}") from error
         if torch.cuda.is_available():

@@ -25,7 +25,7 @@ from prm.env import Env, EnvFactory, Episode
 from prm.errors import UsageError
 from prm.render import prompt
 from rl.advantages import explained_variance, gae, group_advantages, whiten
-from rl.monitor import Line, Monitor, MonitorConfig, Played, describe
+from rl.monitor import Line, Monitor, MonitorConfig, Played, check_boards, describe
 from rl.parallel import ALONE, Ranks
 from rl.policies import TransformersPolicy
 from rl.rewards import Reward, RewardConfig
@@ -135,7 +135,7 @@ def train(
         UsageError: process weight without a scorer; a folder that holds another run; options that do not go together.
     """
     reward = replace(scorer, config=config) if isinstance(scorer, Reward) else Reward(config, scorer)
-    group = _group(config)
+    group = check(config)
     if policy.config.top_p < 1:
         warnings.warn("--top-p filters what is sampled, and the ratio knows nothing of it: leave it at 1", stacklevel=2)
     out = Path(config.out)
@@ -199,8 +199,9 @@ def train(
     return RunResult(out, metrics, success)
 
 
-def _group(config: PPOConfig) -> int:
-    """Episodes a seed: 1 with a critic. Raises UsageError."""
+def check(config: PPOConfig) -> int:
+    """Episodes a seed: 1 with a critic. Raises UsageError on options that make no sense together."""
+    check_boards(config.boards)
     if config.advantages == "gae":
         return 1
     if config.group < 2 or config.episodes % config.group:

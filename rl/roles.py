@@ -218,8 +218,9 @@ class Roles:
     def save_policy(self, path: Any, tokenizer: Any) -> None:
         """Write the policy as a checkpoint (the adapter alone with LoRA) with its tokenizer."""
         kwargs = {"selected_adapters": ["default"]} if self.lora else {}
-        self.model.save_pretrained(path, **kwargs)
-        tokenizer.save_pretrained(path)
+        with checkpoint.quiet():
+            self.model.save_pretrained(path, **kwargs)
+            tokenizer.save_pretrained(path)
 
     def _hidden(self, batch: Batch, role: str) -> Tensor:
         """The backbone's last hidden state at the token before each place, (tokens, width)."""

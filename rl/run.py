@@ -27,6 +27,7 @@ class TrainingConfig:
     eval_args: str | None = option(None, "the environment's arguments where success is measured, as JSON")
     warm_start: str | None = option(None, "first clone the good trajectories in this file, then train on")
     warm_epochs: float = option(2.0, "passes of the warm start")
+    warm_batch: int = option(16, "trajectories an update of the warm start")
     warm_lr: float = option(1e-4, "learning rate of the warm start")
     serve_url: str | None = option(None, "sample at this vLLM server, which loads each update's adapter")
 
@@ -45,11 +46,13 @@ class RunConfig:
 def ppo(where: EnvConfig, acting: PolicyConfig, guard: GuardConfig, training: TrainingConfig, config: Any) -> int:
     """Train; `config` is a `rl.ppo.PPOConfig`. The exit status."""
     from rl.parallel import Ranks
-    from rl.ppo import train
+    from rl.ppo import check, train
     from rl.roles import Roles
 
     ranks = Ranks.started()
     make = where.factory()
+    check(config)
+    guarded(make, guard)  # what is wrong with the rules is said before anything is loaded
     eval_env = replace(where, env_args=training.eval_args).factory() if training.eval_args else make
     plain = make()
     listed = getattr(plain, "tools", None)
@@ -120,6 +123,7 @@ def warm_start(ranks: Any, acting: PolicyConfig, training: TrainingConfig, confi
             layout=acting.layout,
             system=acting.system,
             epochs=training.warm_epochs,
+            batch=training.warm_batch,
             lr=training.warm_lr,
             lora_rank=config.lora_rank,
             gradient_checkpointing=config.gradient_checkpointing,

@@ -22,7 +22,9 @@ def played(answer="answer: x", *, task="t", outcome=1.0, scores=(0.2, 0.9), fail
     own = own and own + [own[-1]] * (steps + 1 - len(own))
     rewards = step_rewards(actions, RewardConfig(process_weight=1.0), scores=own, outcome=outcome)
     if process is not None:
-        rewards = step_rewards(actions, RewardConfig(process_weight=process), scores=[0.0] * steps + [1.0], outcome=outcome)
+        rewards = step_rewards(
+            actions, RewardConfig(process_weight=process), scores=[0.0] * steps + [1.0], outcome=outcome
+        )
     return Played(t, rewards, own, failed, False, 10 * steps, 30 * steps)
 
 
@@ -79,13 +81,17 @@ def test_length():
     (alarm,) = find_alarms([*history, line(long, 3)], long, [], QUIET)
     assert alarm.name == "length" and "7.0 steps, 2.0 in the first updates" in alarm.reason
     assert names([*([line(long, i) for i in range(3)]), line(short, 3)], short) == ["length"]
-    assert names(history[:2] + [line(long, 2)], long) == [], "too early to tell"
+    assert names([*history[:2], line(long, 2)], long) == [], "too early to tell"
 
 
 def test_one_answer():
     same = [played("answer: Paris", task=f"t{i}", outcome=0.0) for i in range(6)] + batch(4)
     (alarm,) = find_alarms([line(same)], same, [], QUIET)
-    assert alarm.name == "one-answer" and "6 of 10 episodes, of 6 tasks" in alarm.reason and alarm.episodes == [0, 1, 2, 3, 4]
+    assert (
+        alarm.name == "one-answer"
+        and "6 of 10 episodes, of 6 tasks" in alarm.reason
+        and alarm.episodes == [0, 1, 2, 3, 4]
+    )
     right = [played("answer: Paris", task=f"t{i}", outcome=1.0) for i in range(10)]
     assert names([line(right)], right) == [], "it is right"
     alike = [played("answer: Paris", task="t", outcome=0.0) for _ in range(10)]
@@ -160,7 +166,9 @@ def test_boards(tmp_path, monkeypatch):
         Monitor(tmp_path, MonitorConfig(boards=("trackio",)))
     got = []
     fake = SimpleNamespace(
-        init=lambda **k: got.append(k), log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end")
+        init=lambda **k: got.append(k),
+        log=lambda values, step: got.append((step, values)),
+        finish=lambda: got.append("end"),
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monitor = Monitor(tmp_path, MonitorConfig(boards=("wandb",)))

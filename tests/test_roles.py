@@ -124,9 +124,9 @@ def test_checkpointing_changes_no_gradient(base, lora):
     for name, gradient in plain.items():
         if gradient is not None:
             assert torch.allclose(gradient, again[name], atol=1e-5), name
-    assert any(g is not None and g.abs().sum() > 0 for k, g in plain.items() if k.startswith("critic") and "lora" in k) or (
-        lora is None
-    )
+    assert any(
+        g is not None and g.abs().sum() > 0 for k, g in plain.items() if k.startswith("critic") and "lora" in k
+    ) or (lora is None)
 
 
 def test_no_critic_where_none_is_wanted(base):
