@@ -42,6 +42,8 @@ def serve(where: str, config: ServeConfig) -> int:
             listening.bind((config.host, config.port))
         except OSError as error:
             raise UsageError(f"{config.host}:{config.port}: {error.strerror or error}") from None
+        # From here on a client may connect: it waits until the server runs.
+        listening.listen(1024)
         host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
         print(f"{Path(where).name or where} on http://{host}:{listening.getsockname()[1]}", flush=True)
         server = uvicorn.Server(uvicorn.Config(own, log_level="warning", access_log=False, timeout_keep_alive=30))
