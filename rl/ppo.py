@@ -166,8 +166,9 @@ def train(
     for update in range(first, config.updates):
         started = time.monotonic()
         policy.generator.forget()
-        if hasattr(policy, "refresh"):
+        if hasattr(policy, "refresh"):  # the others wait until the server has the weights
             ranks.together(lambda: policy.refresh(update, roles))  # noqa: B023
+            policy.refresh(update, roles, first=False)
         start = config.seed + update * (config.episodes // group)
         seeds = [start + i // group for i in range(config.episodes)]
         played, samples = _play(policy, env, seeds, reward, config, ranks, update)
@@ -191,6 +192,9 @@ def train(
         bar.update()
     bar.close()
     policy.generator.forget()
+    if hasattr(policy, "refresh"):
+        ranks.together(lambda: policy.refresh(config.updates, roles))
+        policy.refresh(config.updates, roles, first=False)
     success = evaluate(policy, eval_env or env, config, ranks)
     if monitor:
         monitor.close()
