@@ -148,7 +148,7 @@ class RemotePRM:
                 if status == 200:
                     return _parsed(self.url + route, data)
                 reason = _reason(status, data)
-                if status in (400, 413, 422) and body is not None:
+                if status in (400, 409, 413, 422) and body is not None:
                     raise DataError(f"{self.url}{route}: {reason}")
                 if status not in RETRIED:
                     raise ModelError(f"{self.url}{route}: {reason}")

@@ -128,7 +128,6 @@ def app(model: StepScorer, config: ServeConfig, *, load: Callable[[], StepScorer
             yield
         finally:
             await asyncio.to_thread(serving.batcher.stop)
-            serving.tokenizing.shutdown()
 
     key = config.key()
     own = FastAPI(
@@ -173,7 +172,7 @@ def _refusals(own: FastAPI, serving: Serving) -> None:
 
     @own.exception_handler(PrmError)
     async def refused(_: Request, error: PrmError) -> Response:
-        return _problem(422, str(error))
+        return _problem(409, str(error))
 
 
 def _routes(own: FastAPI, serving: Serving) -> None:
@@ -184,8 +183,9 @@ def _routes(own: FastAPI, serving: Serving) -> None:
             (400, "not HTTP that can be read"),
             (401, "the API key is missing or wrong"),
             (408, "the body did not come"),
+            (409, "well-formed, but nothing that this model can read as it is: too long, an id of another text, ..."),
             (413, "larger than the server reads"),
-            (422, "not what is expected, or nothing that the model can read"),
+            (422, "not of the shape that is expected"),
             (503, "too much waits; Retry-After says how long"),
         )
     }
@@ -212,7 +212,7 @@ def _routes(own: FastAPI, serving: Serving) -> None:
     @own.post(
         "/score",
         response_model=shapes.ScoreResponse,
-        responses=problems | {422: {"model": shapes.ScoreProblem, "description": problems[422]["description"]}},
+        responses=problems | {409: problems[409] | {"model": shapes.ScoreProblem}},
     )
     async def score(body: shapes.ScoreRequest, request: Request) -> Any:
         """A score for every step of every trajectory."""
@@ -236,7 +236,7 @@ def _routes(own: FastAPI, serving: Serving) -> None:
         answer: dict[str, Any] = {"model": prm.name, "version": version, "results": results}
         if failed:
             detail = f"{len(failed)} of {len(results)} cannot be scored; number {failed[0][0]}: {failed[0][1]}"
-            return JSONResponse({"detail": detail, **answer}, 422)
+            return JSONResponse({"detail": detail, **answer}, 409)
         return answer | {"threshold": prm.settings.threshold}
 
     @own.post("/get_reward", response_model=shapes.RewardResponse, responses=problems)
@@ -260,7 +260,7 @@ def _routes(own: FastAPI, serving: Serving) -> None:
         return {"rewards": rewards, "scores": rewards}
 
     @own.post("/pooling", response_model=shapes.PoolingResponse, responses=problems)
-    async def pooling(body: shapes.PoolingRequest, request: Request) -> Any:
+    async def pooling(body: shapes.PoolingInput | shapes.PoolingChat, request: Request) -> Any:
         """vLLM's pooling shape: `[score]` of every token of a text or of token ids, of every step of a chat."""
         prm = serving.model
 
@@ -340,10 +340,8 @@ def _parts(prm: StepScorer, trajectory: Trajectory, long: str) -> list[Rendered]
     return parts
 
 
-def _pooled(prm: StepScorer, body: shapes.PoolingRequest) -> list[list[Rendered]]:
-    if (body.input is None) == (body.messages is None):
-        raise DataError("expected input or messages")
-    if body.messages is not None:
+def _pooled(prm: StepScorer, body: shapes.PoolingInput | shapes.PoolingChat) -> list[list[Rendered]]:
+    if isinstance(body, shapes.PoolingChat):
         rows = [m.model_dump(exclude_none=True) for m in body.messages]
         return [prm.render(chat_of(rows))]
     given: Any = body.input

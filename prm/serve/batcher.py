@@ -54,17 +54,27 @@ class Batcher:
         self._rate = 0.0  # tokens a second, a running mean
         self._stop = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="prm-scoring", daemon=True)
+        self._users = 0
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the thread; an application may be started more than once, also while it runs."""
+        self._users += 1
+        if self._thread is None:
+            self._stop = False
+            self._thread = threading.Thread(target=self._run, name="prm-scoring", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """Finish the pass that runs; requests that still wait are cancelled."""
+        """Finish the pass that runs, with the last user; requests that still wait are cancelled."""
+        self._users -= 1
+        if self._users or self._thread is None:
+            return
         with self._changed:
             self._stop = True
             self._changed.notify()
         self._thread.join()
+        self._thread = None
 
     async def logits(self, model: StepScorer, parts: Sequence[Rendered]) -> list[Tensor]:
         """The logits of each part, as `StepScorer.raw`. Cancelling drops what has not been read.
@@ -133,8 +143,10 @@ class Batcher:
                 while not self._jobs and not self._stop:
                     self._changed.wait()
                 if self._stop:
-                    for job in self._jobs:
+                    while self._jobs:
+                        job = self._jobs.popleft()
                         job.loop.call_soon_threadsafe(job.future.cancel)
+                    self._waiting = 0
                     return
                 taken = self._take()
             if taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Score = Annotated[float, Field(ge=0, le=1)]
 
@@ -107,14 +107,32 @@ class Message(BaseModel):
     tool_calls: Any = None
 
 
-class PoolingRequest(BaseModel):
-    """vLLM's pooling request: texts or token ids, or a chat."""
+def _whole(value: Any) -> Any:
+    """An integer as JSON has it: 2.0 is one, true and "2" are none."""
+    if isinstance(value, bool | str):
+        raise ValueError("expected an integer")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
+
+TokenId = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+
+
+class PoolingOptions(BaseModel):
     model: str | None = None
-    input: str | list[str] | list[StrictInt] | list[list[StrictInt]] | None = None
-    messages: list[Message] | None = Field(None, description="read as a trajectory; one row of data a step")
     encoding_format: Literal["float"] = "float"
     use_activation: bool | None = Field(None, description="false gives logits, not scores")
+
+
+class PoolingInput(PoolingOptions):
+    """vLLM's pooling request for texts or token ids."""
+
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+
+
+class PoolingChat(PoolingOptions):
+    """vLLM's pooling request for a chat, read as a trajectory; one row of data a step."""
+
+    messages: list[Message]
 
 
 class PoolingData(BaseModel):
