@@ -148,6 +148,15 @@ def show(argv: list[str]) -> int:
     return run(where.path, config)
 
 
+def judge(argv: list[str]) -> int:
+    """label steps by a strong model behind an OpenAI-compatible endpoint"""
+    from labeling.judge.run import JudgeConfig, command
+
+    places = [Positional("trajectories", "whose steps to judge")]
+    files, config = parse("judge", judge.__doc__ or "", places, [JudgeConfig], argv)
+    return command(files.trajectories, read_records(files.trajectories, Trajectory), config)
+
+
 def mc(argv: list[str]) -> int:
     """label steps by continuations of a policy"""
     import warnings
@@ -210,6 +219,30 @@ def fuse(argv: list[str]) -> int:
     write_text(f"{target.out}.sources.json", json.dumps(result.to_dict(), indent=2) + "\n")
     save(target.out, "fuse", target, config, labels=" ".join(where.labels))
     print(f"{target.out}: {len(result.labels)} labels")
+    return 0
+
+
+def plan(argv: list[str]) -> int:
+    """what memory distilling and PPO need on a card, from a model's configuration alone"""
+    import json
+    from dataclasses import asdict, dataclass
+
+    from distill.plan import STAGES, PlanConfig, describe, presets
+    from distill.plan import plan as run
+    from prm.config import write_text
+
+    @dataclass(frozen=True)
+    class OutConfig:
+        out: str | None = option(None, "also write the bytes here, as JSON")
+        compare: bool = option(False, "also plan the usual ways to save memory")
+
+    _, target, config = parse("plan", plan.__doc__ or "", [], [OutConfig, PlanConfig], argv)
+    plans = [run(config, stage) for stage in STAGES]
+    print("\n".join(describe(plans)))
+    for name, own in presets(config).items() if target.compare else ():
+        print("\n".join(["", f"{name}:", *describe([run(own, stage) for stage in STAGES])]))
+    if target.out:
+        write_text(target.out, json.dumps({p.stage: asdict(p) for p in plans}, indent=2) + "\n")
     return 0
 
 
@@ -407,9 +440,11 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "convert": convert,
     "rollout": rollout,
     "annotate": annotate,
+    "judge": judge,
     "mc": mc,
     "show": show,
     "fuse": fuse,
+    "plan": plan,
     "distill": distill,
     "score": score,
     "serve": serve,
