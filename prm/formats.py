@@ -42,9 +42,10 @@ Reader = Callable[[Row, Note], Iterable[tuple[Trajectory | None, Sequence[StepLa
 
 KINDS = (
     "auto", "records", "chat", "reasoning", "trl", "prm800k", "math-shepherd", "processbench", "prmbench", "math-aps",
-    "rlhflow", "agentgym", "tau-bench", "react",
+    "rlhflow", "agentgym", "tau-bench", "react", "preference",
 )  # fmt: skip
 SPLITS = ("blank-line", "line")
+SPLIT_KINDS = ("reasoning", "preference")
 
 QUESTION_KEYS = ("question", "problem", "prompt", "task", "instruction")
 REASONING_KEYS = ("reasoning", "solution", "response", "completion", "output", "generation", "answer")
@@ -105,7 +106,7 @@ def convert(
         raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if split not in (None, *SPLITS):
         raise UsageError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if split and kind not in ("auto", "reasoning"):
+    if split and kind not in ("auto", *SPLIT_KINDS):
         raise UsageError(f"split is for reasoning text, not for {kind}")
     formats = _formats(split)
     trajectories: list[Trajectory] = []
@@ -123,7 +124,7 @@ def convert(
                 if found and this != found:
                     raise DataError(f"a row of another kind: {this}, but the rows before are {found}; pass kind=")
                 found = this
-                if split and found != "reasoning":
+                if split and found not in SPLIT_KINDS:
                     raise UsageError(f"split is for reasoning text, and this is {found}")
             notes: list[str] = []
             pairs = list(formats[found][1](row, notes.append))
@@ -153,12 +154,14 @@ def _reason(error: DataError) -> str:
 
 
 def _formats(split: str | None) -> dict[str, tuple[Callable[[Row], bool], Reader]]:
+    from prm.preferences import is_preference, read_preference
     from prm.published import FORMATS
 
     return {
         "records": (lambda row: "trajectory_id" in row or ("task" in row and "steps" in row), _read_record),
         "trl": (lambda row: "prompt" in row and "completions" in row, _read_trl),
         "chat": (lambda row: message_style(row) == "chat", _read_chat),
+        "preference": (is_preference, lambda row, note: read_preference(row, note, split)),
         **FORMATS,
         "reasoning": (_is_reasoning, lambda row, note: _read_reasoning(row, note, split)),
     }
