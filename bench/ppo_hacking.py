@@ -51,8 +51,9 @@ def oracle(trajectories: list[Trajectory], junk: bool = False) -> list[list[floa
 def run(where: Path, policy: str, scorer: object, shape: str, seed: int) -> dict[str, float]:
     penalties = {"repeat_penalty": 0.0, "invalid_penalty": 0.0} if shape == "raw" else {}
     config = PPOConfig(
-        out=str(where), updates=UPDATES, episodes=32 if QUICK else 48, lr=5e-4, critic_lr=1e-3, process_weight=1.0, shape=shape,
-        max_steps=12, eval_episodes=0, save_every=1000, audit_every=0, boards=("none",), seed=1000 * seed, **penalties,
+        out=str(where), updates=UPDATES, episodes=32 if QUICK else 48, lr=5e-4, critic_lr=1e-3, process_weight=1.0,
+        shape=shape, max_steps=12, eval_episodes=0, save_every=1000, audit_every=0, boards=("none",),
+        seed=1000 * seed, **penalties,
     )  # fmt: skip
     lines = train(load(policy), make, scorer, config).metrics
     names = ("process-up-success-down", "length")

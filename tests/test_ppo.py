@@ -263,9 +263,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tokenizer, tmp_path)
         file.write('{"update": 2, "success": 9}\n{"upd')  # what a kill after the checkpoint leaves
     parts = go(tmp_path / "parts", 4)
 
-    def steady(metrics):
-        return [{k: v for k, v in m.items() if not k.startswith("seconds")} for m in metrics]
-
     assert steady(parts.metrics) == steady(whole.metrics)
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == [0, 1, 2, 3]
@@ -300,6 +297,87 @@ def test_rewards_logged_are_rewards_given(tokenizer, tmp_path):
     parts = [v for k, v in line.items() if k.startswith(("reward_", "penalty_"))]
     assert line["reward"] == pytest.approx(sum(parts))
     assert line["reward_outcome"] == pytest.approx(2 * line["success"])
+
+
+def steady(metrics):
+    return [{k: v for k, v in m.items() if not k.startswith("seconds") and v is not None} for m in metrics]
+
+
+def test_how_many_play_side_by_side_changes_nothing(tokenizer, tmp_path):
+    def go(batch):
+        config = PPOConfig(out=str(tmp_path / str(batch)), updates=2, episodes=8, lr=1e-3, eval_episodes=0, batch=batch,
+                           boards=("none",))  # fmt: skip
+        return steady(train(tiny(tokenizer), Chatty, scorer, config).metrics)
+
+    for one, other in zip(go(8), go(3), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("advantages", ["rloo"])
+def test_groups_solve_the_task_without_a_critic(tokenizer, tmp_path, advantages):
+    config = PPOConfig(out=str(tmp_path), updates=25, episodes=64, lr=3e-3, process_weight=0.0, repeat_penalty=0.0,
+                       eval_episodes=50, kl=0.0, kl_adaptive=False, advantages=advantages, group=8, boards=("none",),
+                       seed=1)  # fmt: skip
+    result = train(tiny(tokenizer, seed=3), Say, None, config)
+    assert result.success > result.metrics[0]["success"] + 0.2
+    assert result.metrics[0]["explained_variance"] is None and result.metrics[0]["value_loss"] == 0
+    assert set(torch.load(tmp_path / "checkpoint.pt")["weights"]) == {"policy"}
+
+
+def test_a_kill_while_saving_leaves_the_last_checkpoint(tokenizer, tmp_path, monkeypatch):
+    def go(updates):
+        config = PPOConfig(out=str(tmp_path), updates=updates, episodes=4, lr=1e-3, save_every=1, eval_episodes=0,
+                           boards=("none",))  # fmt: skip
+        return train(tiny(tokenizer), Chatty, scorer, config)
+
+    go(1)
+    save = torch.save
+
+    def killed(state, file):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        go(2)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["update"] == 1
+    monkeypatch.setattr(torch, "save", save)
+    assert [m["update"] for m in go(2).metrics] == [0, 1]
+
+
+def test_an_update_stops_early_on_kl(tokenizer):
+    _, free = updated(tokenizer, 1 << 20, epochs=6)
+    _, held = updated(tokenizer, 1 << 20, epochs=6, kl_stop=1e-9)
+    assert free["stopped_early"] == 0 and held["stopped_early"] == 1
+    assert held["kl_step"] < free["kl_step"]
+
+
+def test_a_filter_on_sampling_is_warned_of(tokenizer, tmp_path):
+    config = PPOConfig(out=str(tmp_path), updates=1, episodes=4, eval_episodes=0, boards=("none",))
+    with pytest.warns(UserWarning, match="--top-p filters"):
+        train(tiny(tokenizer, top_p=0.9), Chatty, scorer, config)
+
+
+def test_another_prm_does_not_go_on_with_a_run(tokenizer, tmp_path):
+    class Scorer:
+        def __init__(self, name):
+            self.name = name
+
+        def score(self, trajectories):
+            return scorer(trajectories)
+
+        def fingerprint(self):
+            return self.name
+
+    def go(name, updates):
+        config = PPOConfig(out=str(tmp_path), updates=updates, episodes=4, save_every=1, eval_episodes=0,
+                           boards=("none",))  # fmt: skip
+        train(tiny(tokenizer), Chatty, Scorer(name), config)
+
+    go("a", 1)
+    go("a", 2)
+    with pytest.raises(UsageError, match="holds a run with another PRM"):
+        go("b", 3)
 
 
 def test_a_process_weight_needs_a_scorer(tokenizer, tmp_path):
