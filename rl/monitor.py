@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from prm.config import option
@@ -99,7 +99,7 @@ def describe(batch: Sequence[Played]) -> Line:
         own = [fmean(p.scores) for p in batch if p.scores and bool(p.outcome) is good]
         line[name] = fmean(own) if own else None
     scores = [s for p in batch for s in p.scores or ()]
-    line["score_deviation"] = math.sqrt(fmean((s - fmean(scores)) ** 2 for s in scores)) if scores else None
+    line["score_deviation"] = pstdev(scores) if scores else None
     return line
 
 
