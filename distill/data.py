@@ -63,7 +63,7 @@ def check_labels(trajectories: Iterable[Trajectory], targets: Targets) -> None:
 def split(trajectories: Sequence[Trajectory], holdout: float, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
     """(train, held out): whole tasks are held out, at least the given share of trajectories, and never all.
 
-    Tasks are the same where their text is, but for case and blanks.
+    Tasks are the same where their text is, but for case and blanks, or where `meta["group"]` is: variants of a problem.
 
     Raises:
         DataError: there is one task only, so nothing can be held out.
@@ -72,9 +72,10 @@ def split(trajectories: Sequence[Trajectory], holdout: float, seed: int) -> tupl
         raise UsageError(f"holdout must lie in [0, 1), got {holdout:g}")
     if holdout == 0:
         return list(trajectories), []
+    where = _tied(trajectories)
     by_task: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        by_task.setdefault(_task(trajectory), []).append(trajectory)
+        by_task.setdefault(where[task_of(trajectory)], []).append(trajectory)
     if len(by_task) < 2:
         raise DataError(f"{len(trajectories)} labelled trajectories share {len(by_task)} task; none can be held out")
     tasks = sorted(by_task)
@@ -86,7 +87,26 @@ def split(trajectories: Sequence[Trajectory], holdout: float, seed: int) -> tupl
             break
         held.add(task)
         n += len(by_task[task])
-    return [t for t in trajectories if _task(t) not in held], [t for t in trajectories if _task(t) in held]
+    sides = [where[task_of(t)] in held for t in trajectories]
+    return tuple([t for t, side in zip(trajectories, sides, strict=True) if side == which] for which in (False, True))  # type: ignore[return-value]
+
+
+def _tied(trajectories: Iterable[Trajectory]) -> dict[str, str]:
+    """For each task the first of those that it is tied to, by groups that they share."""
+    first: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while first[name] != name:
+            first[name] = first[first[name]]
+            name = first[name]
+        return name
+
+    for trajectory in trajectories:
+        task, group = task_of(trajectory), "\0" + group_of(trajectory)
+        for name in (task, group):
+            first.setdefault(name, name)
+        first[root(group)] = root(task)
+    return {name: root(name) for name in first}
 
 
 @dataclass(frozen=True)
@@ -123,5 +143,12 @@ def rows(prm: PRM, trajectories: Iterable[Trajectory], targets: Targets, dropped
     return out
 
 
-def _task(trajectory: Trajectory) -> str:
+def task_of(trajectory: Trajectory) -> str:
+    """The text of the task, but for case and blanks."""
     return " ".join(trajectory.task.casefold().split())
+
+
+def group_of(trajectory: Trajectory) -> str:
+    """What ties variants of a task together: `meta["group"]` where it is text, else the task."""
+    group = trajectory.meta.get("group")
+    return " ".join(group.casefold().split()) if isinstance(group, str) else task_of(trajectory)

@@ -301,28 +301,16 @@ def export(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """compare labels with gold: first-error F1, AUC, calibration, kappa"""
-    from dataclasses import dataclass
+    from distill.evaluate import EvaluateConfig, evaluate_files
 
-    from distill.evaluate import evaluate as run
-    from distill.evaluate import write
-
-    @dataclass(frozen=True)
-    class EvaluateConfig:
-        out: str = option(..., "write report.json, report.md and report.html into this folder")
-        trajectories: str | None = option(None, "the trajectories, to know which steps have no label")
-        threshold: float | None = option(None, "scores below it are bad (default: the PRM's own, else 0.5)")
-
-    places = [Positional("gold", "labels taken as right"), Positional("predicted", "labels to judge")]
+    places = [
+        Positional("gold", "labels taken as right; or trajectories with outcomes, or preference pairs"),
+        Positional("predicted", "labels to judge"),
+    ]
     where, config = parse("evaluate", evaluate.__doc__ or "", places, [EvaluateConfig], argv)
-    result = run(
-        read_records(where.gold, StepLabel),
-        read_records(where.predicted, StepLabel),
-        trajectories=read_records(config.trajectories, Trajectory) if config.trajectories else None,
-        threshold=config.threshold,
-    )
-    write(result, config.out, title=f"{Path(where.predicted).name} against {Path(where.gold).name}")
+    folder = evaluate_files(where.gold, where.predicted, config)
     save(config.out, "evaluate", config, gold=where.gold, predicted=where.predicted)
-    print((Path(config.out) / "report.md").read_text(encoding="utf-8"), end="")
+    print((folder / "report.md").read_text(encoding="utf-8"), end="")
     return 0
 
 

@@ -267,7 +267,7 @@ def read_prmbench(row: Row, note: Note) -> Pairs:
     if errors and modified == original and asked == question:
         raise DataError("the version with errors is the version without")
     meta = without(row, "modified_process", "original_process", "modified_question", "original_question", "error_steps")
-    meta["category"] = row.get("classification")
+    meta["category"], meta["group"] = row.get("classification"), asked if isinstance(asked, str) else question
     versions = [("modified", question, modified)]
     if original and not (modified == original and asked == question):
         versions.append(
