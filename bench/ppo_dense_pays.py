@@ -40,7 +40,7 @@ options = parser.parse_args()
 QUICK = options.quick
 SEEDS = range(options.seeds or (1 if QUICK else 5))
 HOPS = tuple(options.hops or ([2] if QUICK else [3, 4]))
-UPDATES, EPISODES, QUESTIONS = (6, 32, 8) if QUICK else (40, 64, 32)
+UPDATES, EPISODES, QUESTIONS = (8, 32, 4) if QUICK else (40, 64, 32)
 GOAL = 0.8
 
 
@@ -53,8 +53,8 @@ def episodes_to(lines: list[dict[str, float]]) -> tuple[int, bool, float]:
 
 def one_seed(folder: Path, seed: int) -> dict[str, tuple[int, bool, float]]:
     make = partial(Few, QUESTIONS, hops=HOPS, max_steps=max(HOPS) + 3)
-    warm = warm_start(folder / "warm", make, error=0.3, updates=150 if QUICK else 400, seed=seed)
-    own = rollout(load(warm), make, range(48 if QUICK else 256), salt=seed)
+    warm = warm_start(folder / "warm", make, error=0.3, updates=100 if QUICK else 600, seed=seed)
+    own = rollout(load(warm), make, range(32 if QUICK else 256), salt=seed)
     labels = rollout_labels(own, make, load(warm), MonteCarloConfig(k=2 if QUICK else 4), out=folder / "labels.jsonl")
     distill(own, labels, DistillConfig(base=warm, out=str(folder / "prm"), epochs=4, lr=1e-3))
     prm = PRM.load(folder / "prm")

@@ -32,7 +32,7 @@ warnings.simplefilter("ignore")
 QUICK = "--quick" in sys.argv
 SEEDS = range(1 if QUICK else 3)
 UPDATES = 8 if QUICK else 30
-make = partial(Few, 16 if QUICK else 48, hops=(2,) if QUICK else (3,), max_steps=10)
+make = partial(Few, 4 if QUICK else 32, hops=(2,) if QUICK else (3,), max_steps=10)
 
 
 def oracle(trajectories: list[Trajectory], junk: bool = False) -> list[list[float]]:
@@ -79,7 +79,7 @@ def main() -> None:
             ends: dict[str, list[float]] = {}
             for shape in ("raw", "progress"):
                 for seed in SEEDS:
-                    policy = warm_start(Path(folder, f"warm{seed}"), make, error=0.2, updates=300, seed=seed)
+                    policy = warm_start(Path(folder, f"warm{seed}"), make, error=0.2, updates=120 if QUICK else 600, seed=seed)
                     got = run(Path(folder, f"{name}{shape}{seed}"), policy, scorer, shape, seed)
                     ends.setdefault(shape, []).append(got["success after"])
                     alarms[shape].append(got["process-up-success-down"])

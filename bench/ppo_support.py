@@ -32,7 +32,7 @@ class Few(MultiHop):
         return super().reset(seed=None if seed is None else seed % self.questions, options=options)
 
 
-def warm_start(out: Path, make: Any, *, error: float, updates: int, seed: int, episodes: int = 400) -> str:
+def warm_start(out: Path, make: Any, *, error: float, updates: int, seed: int, episodes: int = 200) -> str:
     """Train a tiny policy on an expert's episodes, mistakes included; the folder of the policy."""
     if not (out / "config.json").exists():
         said: list[Trajectory] = rollout(Expert(error), make, range(episodes), max_steps=8)
@@ -43,6 +43,8 @@ def warm_start(out: Path, make: Any, *, error: float, updates: int, seed: int, e
             epochs=1000,
             max_updates=updates,
             lr=3e-3,
+            batch=8,
+            micro_batch=8,
             seed=seed,
             width=64,
             layers=2,

@@ -198,7 +198,8 @@ def train(
     success = evaluate(policy, eval_env or env, config, ranks)
     if monitor:
         monitor.close()
-        write_text(out / "result.json", json.dumps({"success": success, "updates": len(metrics)}) + "\n")
+        known = success if config.eval_episodes else None
+        write_text(out / "result.json", json.dumps({"success": known, "updates": len(metrics)}) + "\n")
         roles.save_policy(out / "policy", policy.tokenizer)
     return RunResult(out, metrics, success)
 
