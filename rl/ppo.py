@@ -23,10 +23,10 @@ from torch import Tensor
 from prm.config import option, progress, write_text
 from prm.env import Env, EnvFactory, Episode
 from prm.errors import UsageError
+from prm.parallel import ALONE, Ranks
 from prm.render import prompt
 from rl.advantages import explained_variance, gae, group_advantages, whiten
 from rl.monitor import Line, Monitor, MonitorConfig, Played, check_boards, describe
-from rl.parallel import ALONE, Ranks
 from rl.policies import TransformersPolicy
 from rl.rewards import Reward, RewardConfig
 from rl.roles import Batch, Roles

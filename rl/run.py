@@ -45,7 +45,7 @@ class RunConfig:
 
 def ppo(where: EnvConfig, acting: PolicyConfig, guard: GuardConfig, training: TrainingConfig, config: Any) -> int:
     """Train; `config` is a `rl.ppo.PPOConfig`. The exit status."""
-    from rl.parallel import Ranks
+    from prm.parallel import Ranks
     from rl.ppo import check, train
     from rl.roles import Roles
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from rl.parallel import ALONE, Ranks
+from prm.parallel import ALONE, Ranks
 from rl.ppo import PPOConfig, train
 from tests.test_ppo import WORDS, Chatty, scorer, tiny, tiny_tokenizer
 

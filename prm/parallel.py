@@ -1,7 +1,7 @@
-"""Several processes as one: the same episodes, the same micro-batches, their gradients summed.
+"""Several processes as one: the same work, dealt out in the same pieces, and the gradients summed.
 
-`accelerate launch --num_processes 2 -m prm.cli ppo ...` starts them. Each process has all the weights; episodes and
-micro-batches are dealt out, so that what is computed, and in which groups, is the same as on one.
+`accelerate launch --num_processes 2 -m prm.cli ppo ...` (or distill) starts them. Each process has all the weights;
+episodes and micro-batches are dealt out, so that what is computed, and in which groups, is the same as on one.
 """
 
 from __future__ import annotations
