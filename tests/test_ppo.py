@@ -239,8 +239,8 @@ class Say:
 
 
 def test_a_task_with_a_known_optimum_is_solved(tokenizer, tmp_path):
-    config = PPOConfig(out=str(tmp_path / "run"), updates=40, episodes=64, lr=3e-3, critic_lr=3e-3, process_weight=0.0,
-                       repeat_penalty=0.0, eval_episodes=100, kl=0.0, kl_adaptive=False, seed=1)
+    config = PPOConfig(out=str(tmp_path / "run"), updates=20, episodes=48, lr=6e-3, critic_lr=6e-3, process_weight=0.0,
+                       repeat_penalty=0.0, eval_episodes=60, kl=0.0, kl_adaptive=False, seed=1, boards=("none",))
     result = train(tiny(tokenizer, seed=3), Say, None, config)
     assert result.metrics[0]["success"] < 0.5
     assert result.success > 0.9
@@ -315,8 +315,8 @@ def test_how_many_play_side_by_side_changes_nothing(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("advantages", ["rloo"])
 def test_groups_solve_the_task_without_a_critic(tokenizer, tmp_path, advantages):
-    config = PPOConfig(out=str(tmp_path), updates=25, episodes=64, lr=3e-3, process_weight=0.0, repeat_penalty=0.0,
-                       eval_episodes=50, kl=0.0, kl_adaptive=False, advantages=advantages, group=8, boards=("none",),
+    config = PPOConfig(out=str(tmp_path), updates=12, episodes=32, lr=6e-3, process_weight=0.0, repeat_penalty=0.0,
+                       eval_episodes=30, kl=0.0, kl_adaptive=False, advantages=advantages, group=8, boards=("none",),
                        seed=1)  # fmt: skip
     result = train(tiny(tokenizer, seed=3), Say, None, config)
     assert result.success > result.metrics[0]["success"] + 0.2
