@@ -79,7 +79,8 @@ def main() -> None:
             ends: dict[str, list[float]] = {}
             for shape in ("raw", "progress"):
                 for seed in SEEDS:
-                    policy = warm_start(Path(folder, f"warm{seed}"), make, error=0.2, updates=120 if QUICK else 600, seed=seed)
+                    warm, updates = Path(folder, f"warm{seed}"), 120 if QUICK else 600
+                    policy = warm_start(warm, make, error=0.2, updates=updates, seed=seed)
                     got = run(Path(folder, f"{name}{shape}{seed}"), policy, scorer, shape, seed)
                     ends.setdefault(shape, []).append(got["success after"])
                     alarms[shape].append(got["process-up-success-down"])
