@@ -104,7 +104,7 @@ def _read(path: str) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=8)
 def _parsed(path: str, changed: int) -> tuple[tuple[str, str], ...]:
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
     found = []
     for i, line in enumerate(lines, 1):
         if line.strip():

@@ -19,7 +19,7 @@ from prm.errors import PrmError
 from prm.records import StepLabel, Trajectory, read_jsonl
 
 ENV = "rl.envs.multihop:MultiHop"
-EXPERT = "rl.envs.multihop:sloppy"
+EXPERT, EXACT = "rl.envs.multihop:sloppy", "rl.envs.multihop:exact"
 SUCCESS = {
     "warm_start_success": "warm start",
     "sparse_success": "PPO, outcome only",
@@ -28,17 +28,18 @@ SUCCESS = {
 QUALITY = {"prm_auc": "AUC", "prm_first_error_f1": "first-error F1", "prm_ece": "calibration error"}
 ENV_ARGS = '{"hops": [2, 3], "snippets": 1}'
 HELD_OUT = 2700  # the first seed whose questions are held out: no stage learns from them
+QUESTIONS = 3003  # every name in them, held out or not, is one token of the tiny policy
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     out: str = option("runs/demo", "write everything here; what is there already is not made again")
     seed: int = option(0, "of the tiny model, the data and the episodes")
-    expert: int = option(2700, "expert episodes to start from, mistakes included")
+    expert: int = option(2000, "expert episodes to start from, mistakes included")
     copy_updates: int = option(250, "updates of the tiny model on quoting, before it sees the task")
-    warm_updates: int = option(700, "updates of the warm start")
-    labelled: int = option(400, "episodes whose steps are labelled")
-    k: int = option(2, "continuations a step")
+    warm_updates: int = option(600, "updates of the warm start")
+    labelled: int = option(700, "episodes whose steps are labelled, on questions that the warm start did not see")
+    k: int = option(1, "continuations a step; twice as many where the PRM is measured")
     updates: int = option(16, "PPO updates, in each of the two runs")
     episodes: int = option(64, "episodes an update")
     evaluated: int = option(200, "held-out episodes that success is measured on")
@@ -53,7 +54,10 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
         PrmError: a stage failed.
     """
     out = Path(config.out)
-    at = {name: str(out / name) for name in ("expert.jsonl", "warm", "trajectories.jsonl", "labels.jsonl", "prm")}
+    at = {
+        name: str(out / name)
+        for name in ("words.jsonl", "expert.jsonl", "warm", "trajectories.jsonl", "labels.jsonl", "prm")
+    }
     at |= {name: str(out / name) for name in ("test.jsonl", "test_labels.jsonl", "test_scores.jsonl", "evaluation")}
     warm, prm = at["warm"], at["prm"]
     acting = ["--policy", warm, "--max-action-tokens", "24", "--temperature", "0.6"]
@@ -64,14 +68,30 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
         *("--updates", str(config.updates), "--episodes", str(config.episodes), "--seed", str(config.seed)),
         *("--lr", "3e-4", "--critic-lr", "1e-3", "--max-steps", "8"),
     ]
-    tiny = ["--min-outcome", "0", "--epochs", "100", "--lr", "3e-3", "--max-updates", str(config.warm_updates)]
+    tiny = [
+        "--min-outcome",
+        "0",
+        "--epochs",
+        "100",
+        "--lr",
+        "2e-3",
+        "--batch",
+        "32",
+        "--micro-batch",
+        "32",
+        "--max-updates",
+        str(config.warm_updates),
+    ]
     tiny += ["--copy-updates", str(config.copy_updates), "--seed", str(config.seed)]
-    fit = ["--base", warm, "--epochs", "8", "--lr", "1e-3"]
+    tiny += ["--vocabulary", "8192", "--vocabulary-from", at["words.jsonl"]]
+    fit = ["--base", warm, "--epochs", "5", "--lr", "1e-3", "--lora-rank", "16"]
+    labelled = ["--n", str(config.labelled), "--seed", str(HELD_OUT - config.labelled)]
     stages: list[tuple[str, str, list[list[str]]]] = [
         (
             "warm start",
             warm,
             [
+                ["rollout", *env, "--policy", EXACT, "--n", str(QUESTIONS), "--out", at["words.jsonl"]],
                 ["rollout", *env, "--policy", EXPERT, "--n", str(config.expert), "--out", at["expert.jsonl"]],
                 ["sft", at["expert.jsonl"], "--base", "tiny", "--out", warm, *tiny],
             ],
@@ -80,7 +100,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
             "episodes",
             at["test.jsonl"],
             [
-                ["rollout", *env, *acting, "--n", str(config.labelled), "--out", at["trajectories.jsonl"]],
+                ["rollout", *env, *acting, *labelled, "--out", at["trajectories.jsonl"]],
                 ["rollout", *env, *acting, *held_out, "--out", at["test.jsonl"]],
             ],
         ),
@@ -88,8 +108,8 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
             "labels",
             at["test_labels.jsonl"],
             [
-                ["mc", at[t], *env, *acting, "--k", str(config.k), "--out", at[labels]]
-                for t, labels in (("trajectories.jsonl", "labels.jsonl"), ("test.jsonl", "test_labels.jsonl"))
+                ["mc", at["trajectories.jsonl"], *env, *acting, "--k", str(config.k), "--out", at["labels.jsonl"]],
+                ["mc", at["test.jsonl"], *env, *acting, "--k", str(2 * config.k), "--out", at["test_labels.jsonl"]],
             ],
         ),
         ("distil", prm, [["distill", at["trajectories.jsonl"], at["labels.jsonl"], "--out", prm, *fit]]),
@@ -102,7 +122,7 @@ def demo(config: DemoConfig, run: Callable[[Sequence[str]], int]) -> dict[str, A
             ],
         ),
         ("sparse ppo", "", [[*ppo, "--process-weight", "0", "--out", str(out / "sparse")]]),
-        ("dense ppo", "", [[*ppo, "--prm", prm, "--process-weight", "1", "--out", str(out / "dense")]]),
+        ("dense ppo", "", [[*ppo, "--prm", prm, "--out", str(out / "dense")]]),
     ]
     seconds = {}
     for number, (name, product, commands) in enumerate(stages, 1):

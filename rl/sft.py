@@ -9,7 +9,7 @@ from typing import Any
 
 from prm.config import option
 from prm.errors import DataError, ModelError
-from prm.records import Trajectory
+from prm.records import Trajectory, read_jsonl
 from prm.render import render
 
 
@@ -33,6 +33,7 @@ class SFTConfig:
     width: int = option(128, "tiny: width")
     layers: int = option(2, "tiny: layers")
     vocabulary: int = option(4096, "tiny: size of the vocabulary")
+    vocabulary_from: str | None = option(None, "tiny: more trajectories whose words are put into the vocabulary")
     copy_updates: int = option(0, "tiny: first so many updates on quoting random tokens")
 
 
@@ -60,7 +61,8 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
     if not kept:
         raise DataError(f"none of {len(trajectories)} trajectories has steps and an outcome >= {config.min_outcome}")
     if config.base == "tiny":
-        tokenizer = tiny_tokenizer((_as_text(t) for t in kept), config.vocabulary)
+        words = read_jsonl(config.vocabulary_from, Trajectory) if config.vocabulary_from else []
+        tokenizer = tiny_tokenizer((_as_text(t) for t in [*kept, *words]), config.vocabulary)
         model = tiny_model(tokenizer, width=config.width, layers=config.layers, seed=config.seed)
         teach_copying(model, config.copy_updates, seed=config.seed)
     else:

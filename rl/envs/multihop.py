@@ -500,4 +500,4 @@ class Expert:
         return f"answer: {draw.choice(sorted(e for e in named if not accepts(asked, e)))}"
 
 
-sloppy = Expert(error=0.3)
+exact, sloppy = Expert(), Expert(error=0.3)
