@@ -13,7 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distill.plan import PlanConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -43,76 +48,90 @@ def child(case: dict[str, object]) -> None:
     import gc
 
     import torch
-    from transformers import AutoTokenizer
 
-    from distill.data import Row
-    from distill.plan import PlanConfig
-    from distill.train import DistillConfig, Run
-    from prm import PRM
-    from prm.render import Rendered
+    from tests.tiny import checkpoint
 
-    stage = str(case.pop("stage", "distil"))
-    config = PlanConfig(**case)  # type: ignore[arg-type]
     torch.set_num_threads(1)
-    warm = torch.nn.functional.linear(torch.ones(8, 8), torch.ones(8, 8))
-    del warm
-    ids = torch.randint(0, 500, (config.batch, config.length)).tolist()
-    if stage == "distil":
-        AutoTokenizer.from_pretrained(config.base)
-        options = DistillConfig(
-            base=config.base,
-            out=tempfile.mkdtemp(),
-            lora_rank=config.lora_rank,
-            dtype=config.dtype,
-            gradient_checkpointing=config.gradient_checkpointing,
-            batch=config.batch,
-            batch_tokens=config.batch_tokens,
-        )
-        before = resident()
-        dtype = config.dtype if config.lora_rank is not None else "float32"
-        prm = PRM.create(config.base, lora_rank=config.lora_rank, dtype=dtype)
-        ends = list(range(0, config.length, 32))
-        rows = [Row(Rendered(i, ends, [], 0), (1.0,) * len(ends), (1.0,) * len(ends), "t", (0,)) for i in ids]
-        run = Run(prm, rows, [], options, "")
-        prm.model.train(config.gradient_checkpointing)
-
-        def update() -> None:
-            run.update(list(range(len(rows))), 0)
-    else:
-        from transformers import AutoModelForCausalLM
-
-        from rl.roles import Batch, Roles
-
-        before = resident()
-        model = AutoModelForCausalLM.from_pretrained(config.base, dtype=getattr(torch, config.dtype))
-        roles = Roles(model, lora_rank=config.lora_rank, gradient_checkpointing=config.gradient_checkpointing)
-        # The PRM, which `Roles` does not hold: an adapter, or one more backbone.
-        parts = roles.parameters("critic").values() if config.lora_rank else roles.critic.parameters()
-        scorer = [torch.full_like(p, 0.5, requires_grad=False) for p in parts]
-        optimisers = [
-            torch.optim.AdamW(roles.parameters(r).values(), lr=1e-5, fused=True) for r in ("policy", "critic")
-        ]
-        first = config.length - round(config.policy_share * config.length)
-
-        def update() -> None:
-            rows = config.batch_tokens // config.length
-            batch = Batch.of(ids[:rows], [list(range(first, config.length))] * rows)
-            for _ in range(2):
-                logprobs, entropy = roles.logprobs(batch)
-                roles.backward(logprobs.sum() - entropy.sum(), "policy")
-                del logprobs, entropy
-                roles.backward(roles.values(batch).sum(), "critic")
-            for optimiser in optimisers:
-                optimiser.step()
-                optimiser.zero_grad(set_to_none=True)
-
+    with tempfile.TemporaryDirectory() as folder:
+        # What code and libraries take is there before.
+        checkpoint(folder, kind="qwen2")
+        update = started(case | {"base": folder, "length": 16, "batch_tokens": 32, "batch": 2})
+        update()
+        del update
+    gc.collect()
+    before = resident()
+    update = started(case)
     update()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     update()
     print(resident("VmHWM") - before)
-    if stage == "ppo":
+
+
+def started(case: dict[str, object]) -> Callable[[], None]:
+    """A run as planned, made, and what does an update of it."""
+    import torch
+
+    from distill.plan import PlanConfig
+
+    stage = str(case.get("stage", "distil"))
+    config = PlanConfig(**{k: v for k, v in case.items() if k != "stage"})  # type: ignore[arg-type]
+    ids = torch.randint(0, 300, (config.batch, config.length)).tolist()
+    return distilling(config, ids) if stage == "distil" else learning(config, ids)
+
+
+def distilling(config: PlanConfig, ids: list[list[int]]) -> Callable[[], None]:
+    from distill.data import Row
+    from distill.train import DistillConfig, Run
+    from prm import PRM
+    from prm.render import Rendered
+
+    options = DistillConfig(
+        base=config.base,
+        out=tempfile.mkdtemp(),
+        lora_rank=config.lora_rank,
+        dtype=config.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+        batch=config.batch,
+        batch_tokens=config.batch_tokens,
+    )
+    dtype = config.dtype if config.lora_rank is not None else "float32"
+    prm = PRM.create(config.base, lora_rank=config.lora_rank, dtype=dtype)
+    ends = list(range(0, config.length, 32))
+    rows = [Row(Rendered(i, ends, [], 0), (1.0,) * len(ends), (1.0,) * len(ends), "t", (0,)) for i in ids]
+    run = Run(prm, rows, [], options, "")
+    prm.model.train(config.gradient_checkpointing)
+    return lambda: run.update(list(range(len(rows))), 0)
+
+
+def learning(config: PlanConfig, ids: list[list[int]]) -> Callable[[], None]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rl.roles import Batch, Roles
+
+    model = AutoModelForCausalLM.from_pretrained(config.base, dtype=getattr(torch, config.dtype))
+    roles = Roles(model, lora_rank=config.lora_rank, gradient_checkpointing=config.gradient_checkpointing)
+    # The PRM, which `Roles` does not hold: an adapter, or one more backbone.
+    parts = roles.parameters("critic").values() if config.lora_rank else roles.critic.parameters()
+    scorer = [torch.full_like(p, 0.5, requires_grad=False) for p in parts]
+    optimisers = [torch.optim.AdamW(roles.parameters(r).values(), lr=1e-5, fused=True) for r in ("policy", "critic")]
+    first = config.length - round(config.policy_share * config.length)
+
+    def update() -> None:
+        rows = config.batch_tokens // config.length
+        batch = Batch.of(ids[:rows], [list(range(max(1, first), config.length))] * rows)
+        for _ in range(2):
+            logprobs, entropy = roles.logprobs(batch)
+            roles.backward(logprobs.sum() - entropy.sum(), "policy")
+            del logprobs, entropy
+            roles.backward(roles.values(batch).sum(), "critic")
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         assert scorer
+
+    return update
 
 
 def made(folder: str) -> str:
@@ -158,11 +177,8 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(done.stderr)
             measured = int(done.stdout.splitlines()[-1])
-            options = dict(case)
-            planned = plan(
-                PlanConfig(episodes=1, **{k: v for k, v in options.items() if k != "stage"}),
-                str(options.get("stage", "distil")),
-            )  # type: ignore[arg-type]
+            options = {k: v for k, v in case.items() if k != "stage"}
+            planned = plan(PlanConfig(episodes=1, **options), str(case.get("stage", "distil")))  # type: ignore[arg-type]
             errors.append(abs(planned.peak / measured - 1))
             print(f"{name}: planned {planned.peak / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB", flush=True)
     line = {"name": "plan_memory_error", "value": round(max(errors), 3), "target": 0.15}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from distill.data import Row
 from prm.checkpoint import Calibration
 from prm.errors import DataError, UsageError
-from prm.metrics import balanced_accuracy, first_bad, first_error_f1
+from prm.metrics import balanced_accuracy, brier, ece, first_bad, first_error_f1
+from prm.model import PRM
 
 
 def fit(kind: str, logits: Tensor, targets: Tensor, weights: Tensor) -> Calibration:
@@ -86,16 +90,61 @@ def _temperature(logits: Tensor, targets: Tensor, weights: Tensor) -> float:
     return math.exp((low + high) / 2)
 
 
-def summary(logits: Tensor, targets: Tensor, calibration: Calibration) -> dict[str, float]:
-    """ECE and Brier score without and with a calibration."""
-    from prm.metrics import brier, ece
+def calibrate(prm: PRM, held: Sequence[Row], kind: str, weights: bool, batch_tokens: int) -> dict[str, Any]:
+    """Fit calibration and threshold on held-out rows and set them; what came of it, {} where nothing is held out.
 
-    before, after = torch.sigmoid(logits.float()).tolist(), calibration(logits).tolist()
-    gold = targets.tolist()
+    The figures "after" are cross-fitted: each half of the trajectories is calibrated by a fit on the other, so that
+    they say what to expect of new ones. What is kept is fitted on both halves.
+    """
+    if not held:
+        return {}
+    read = prm.raw([row.part for row in held], batch_tokens=batch_tokens)
+    logits, targets = torch.cat(read), torch.tensor([s for row in held for s in row.scores])
+    each = torch.tensor([w if weights else 1.0 for row in held for w in row.weights])
+    found = fit(kind, logits, targets, each)
+    by_id: dict[str, tuple[list[float], list[float]]] = {}
+    for row, own in zip(held, read, strict=True):
+        gold, scores = by_id.setdefault(row.trajectory_id, ([], []))
+        gold += row.scores
+        scores += found(own).tolist()
+    threshold, by = choose_threshold([g for g, _ in by_id.values()], [s for _, s in by_id.values()])
+    prm.settings = dataclasses.replace(prm.settings, calibration=found, threshold=threshold)
+    names = {name: i % 2 for i, name in enumerate(by_id)}
+    half = torch.tensor([names[row.trajectory_id] for row in held for _ in row.scores])
+    values = summary(logits, targets, cross_fitted(kind, logits, targets, each, half))
+    return {"kind": found.kind, "temperature": found.temperature, "threshold": threshold, "by": by} | values
+
+
+def cross_fitted(kind: str, logits: Tensor, targets: Tensor, weights: Tensor, half: Tensor) -> Tensor:
+    """Scores, (n,), of each half (0 or 1) calibrated on the other; where one half is empty, on themselves."""
+    out = torch.empty_like(logits)
+    for side in (0, 1):
+        here, other = half == side, half != side
+        if here.any():
+            other = other if other.any() else here
+            out[here] = fit(kind, logits[other], targets[other], weights[other])(logits[here])
+    return out
+
+
+def summary(logits: Tensor, targets: Tensor, after: Tensor) -> dict[str, float]:
+    """ECE and Brier score of the logits' sigmoid, and of scores after calibration."""
+    gold, before = targets.tolist(), torch.sigmoid(logits.float()).tolist()
     values = {
         "ece_before": ece(before, gold),
-        "ece_after": ece(after, gold),
+        "ece_after": ece(after.tolist(), gold),
         "brier_before": brier(before, gold),
-        "brier_after": brier(after, gold),
+        "brier_after": brier(after.tolist(), gold),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """`calibrate`'s result in a line."""
+    if not found:
+        return "nothing is held out: the scores are not calibrated, and the threshold is 0.5"
+    shown = f" T = {found['temperature']:.3f}" if found["kind"] == "temperature" else ""
+    return (
+        f"held out: ECE {found['ece_before']:.3f} -> {found['ece_after']:.3f}, "
+        f"Brier {found['brier_before']:.3f} -> {found['brier_after']:.3f} ({found['kind']}{shown}, cross-fitted); "
+        f"threshold {found['threshold']:.3f} ({found['by']})"
+    )

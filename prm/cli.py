@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -260,8 +261,9 @@ def distill(argv: list[str]) -> int:
     trajectories = read_records(where.trajectories, Trajectory)
     labels = [label for path in where.labels for label in read_records(path, StepLabel)]
     run(trajectories, labels, config)
-    save(config.out, "distill", config, trajectories=where.trajectories, labels=" ".join(where.labels))
-    print(config.out)
+    if os.environ.get("RANK", "0") == "0":
+        save(config.out, "distill", config, trajectories=where.trajectories, labels=" ".join(where.labels))
+        print(config.out)
     return 0
 
 

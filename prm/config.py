@@ -118,10 +118,11 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
     shown = "" if field.default in (None, ..., ()) else f" (default: {_shown(field.default)})"
     if field.default is ...:
         shown = " (required)"
-    flag = "--" + field.name.replace("_", "-")
+    flag = "--" + field.name.rstrip("_").replace("_", "-")  # a field named like a keyword ends in _
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.metadata["help"] + shown).replace("%", "%%")}
+    common["dest"] = field.name
     if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=common["help"])
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         return
     metavar = {int: "N", float: "X"}.get(kind, field.name.rsplit("_", 1)[-1].upper())
     if field.metadata["choices"]:
@@ -158,6 +159,7 @@ def _from_file(path: str, known: Mapping[str, tuple[type, dataclasses.Field[Any]
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
+        name = f"{name}_" if name not in known and f"{name}_" in known else name
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise UsageError(f"{path}: unknown option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -388,7 +388,7 @@ def test_a_temperature_is_recovered(temperature):
     logits, targets = noisy(temperature)
     found = calibrate.fit("temperature", logits, targets, torch.ones(len(logits)))
     assert found.temperature == pytest.approx(temperature, rel=0.1)
-    values = calibrate.summary(logits, targets, found)
+    values = calibrate.summary(logits, targets, found(logits))
     assert values["ece_after"] <= values["ece_before"] + 0.01
     assert values["brier_after"] <= values["brier_before"] + 1e-4
 
