@@ -146,8 +146,8 @@ class Caller:
         self.stop = threading.Event()
         self.stopped: Result | None = None
         self.fatal: UsageError | None = None
-        self.calls, self.excess = 0, 1.0
-        self._form = "schema" if form == "auto" else form
+        self.excess = 1.0
+        self.form = "schema" if form == "auto" else form
         self._may_change = form == "auto"
         self._cap_name = "max_tokens"
         self._dropped: set[str] = set()
@@ -165,7 +165,7 @@ class Caller:
             body["seed"] = job.seed
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": 10}
-        form = form or self._form
+        form = form or self.form
         if form == "schema":
             shape = {"name": "verdicts", "strict": True, "schema": schema(verdicts=self.logprobs)}
             body["response_format"] = {"type": "json_schema", "json_schema": shape}
@@ -184,6 +184,17 @@ class Caller:
             [self.price.of(Usage(sent, cap, cached), batch=batch) for cached in (0, sent)] if self.price else [0.0]
         )
         return max(dollars), sent + cap
+
+    def number(self) -> int:
+        """The next call's number in the ledger."""
+        return next(self._ids)
+
+    def start_line(self, number: int, job: Job, usd: float, tokens: int) -> dict[str, Any]:
+        """The ledger's line before a call."""
+        return {
+            "event": "start", "id": number, "call": job.key, "time": time.time(),
+            "reserved_usd": usd if self.price else None, "reserved_tokens": tokens,
+        }  # fmt: skip
 
     # --- one job ---
 
@@ -234,15 +245,11 @@ class Caller:
             usd, tokens = self.bound(job, cap)
             if not self.budget.reserve(usd, tokens, self.stop):
                 if not self.stop.is_set():
-                    self._halt(Result("budget", detail=f"the next call might cost {_money(usd, tokens, self.price)}"))
+                    self.halt(Result("budget", detail=f"the next call might cost {_money(usd, tokens, self.price)}"))
                 return self.stopped or Result("budget"), None, "no"
-            number = next(self._ids)
-            self.ledger.write(
-                {"event": "start", "id": number, "call": job.key, "time": time.time(),
-                 "reserved_usd": usd if self.price else None, "reserved_tokens": tokens}
-            )  # fmt: skip
-            self.calls += 1
-            began, form = time.monotonic(), self._form
+            number = self.number()
+            self.ledger.write(self.start_line(number, job, usd, tokens))
+            began, form = time.monotonic(), self.form
             result, usage, wait, again = self._send(job, cap, form, began)
             paid, cost = Usage(tokens - cap, cap), usd
             if usage is not None:
@@ -268,7 +275,7 @@ class Caller:
         except openai.APITimeoutError:
             return Result("timeout", detail="no reply in time"), None, None, "retry"
         except openai.APIStatusError as error:
-            return self._refused(error, job, form, began)
+            return self.refused(error, job, form, began)
         except openai.APIConnectionError as error:
             unsent = type(error.__cause__).__name__ == "ConnectError"  # nothing was asked, so nothing is billed
             detail = f"no connection: {error.__cause__ or error}"
@@ -288,16 +295,16 @@ class Caller:
         again = "retry" if result.status in ("truncated", "unparsable", "wrong steps", "error") else "no"
         return result, usage, None, again
 
-    def _refused(self, error: Any, job: Job, form: str, began: float) -> tuple[Result, Usage | None, float | None, str]:
+    def refused(self, error: Any, job: Job, form: str, began: float) -> tuple[Result, Usage | None, float | None, str]:
         """An HTTP error status: quota, rate limit, something that this endpoint cannot do, or a failure."""
         status, free = error.status_code, Usage()
         body = error.body if isinstance(error.body, Mapping) else {}
         code, said = f"{body.get('code')} {body.get('type')}", " ".join(str(error.message).split())[:300]
         if status == 402 or _QUOTA_CODE.search(code) or _QUOTA_TEXT.search(said):
-            return self._halt(Result("quota", detail=said)), free, None, "no"
+            return self.halt(Result("quota", detail=said)), free, None, "no"
         wait = retry_after(error.response)
         if wait is not None and wait > LONGEST_WAIT:
-            return self._halt(Result("rate limit", detail=f"asked to wait {wait:.0f} s: {said}")), free, None, "no"
+            return self.halt(Result("rate limit", detail=f"asked to wait {wait:.0f} s: {said}")), free, None, "no"
         if status in (429, 529) or (status == 503 and wait is not None):
             self.limit.too_much(began, wait)
             return Result("rate limit", detail=said), free, wait, "retry"
@@ -330,12 +337,12 @@ class Caller:
                 return False
             words = ("response_format", "json_schema", "json_object", "schema", "guided", "grammar", "structured")
             if self._may_change and form != "text" and any(word in about for word in words):
-                if self._form == form:
-                    self._form = FORMATS[FORMATS.index(form) + 1]
+                if self.form == form:
+                    self.form = FORMATS[FORMATS.index(form) + 1]
                 return True
         return False
 
-    def _halt(self, result: Result) -> Result:
+    def halt(self, result: Result) -> Result:
         with self._lock:
             self.stopped = self.stopped or result
         self.stop.set()

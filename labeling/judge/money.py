@@ -110,17 +110,26 @@ class Budget:
         self._reserved_usd, self._reserved_tokens, self._calls = 0.0, 0, 0
         self._change = threading.Condition()
 
-    def reserve(self, usd: float, tokens: int, stop: threading.Event | None = None) -> bool:
+    def reserve(self, usd: float, tokens: int, stop: threading.Event | None = None, *, wait: bool = True) -> bool:
         """Set aside for one call; waits while calls in flight may yet free enough. False where it does not fit."""
         with self._change:
             while not self._fits(usd, tokens):
-                if self._calls == 0 or (stop is not None and stop.is_set()):
+                if not wait or self._calls == 0 or (stop is not None and stop.is_set()):
                     return False
                 self._change.wait(0.5)
             self._reserved_usd += usd
             self._reserved_tokens += tokens
             self._calls += 1
             return True
+
+    def adopt(self, usd: float, tokens: int) -> None:
+        """A call that an earlier process left in flight, and that was counted as spent, is ours to settle."""
+        with self._change:
+            self.spent_usd -= usd
+            self.spent_tokens -= tokens
+            self._reserved_usd += usd
+            self._reserved_tokens += tokens
+            self._calls += 1
 
     def settle(self, reserved_usd: float, reserved_tokens: int, usd: float, tokens: int) -> None:
         """Put what a call did cost in the place of what was reserved for it."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from labeling.judge.batch import open_batches, run_batches
 from labeling.judge.calls import FORMATS, Caller, Job, Result, run_jobs
 from labeling.judge.money import Budget, Ledger, Price, Usage, load_price
 from labeling.judge.prompt import Rubric, Window, load_rubric, messages, own_text, too_long, windows
@@ -135,6 +136,8 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
     labels, there = _there(config, trajectories, rubric, source)
     ledger = Ledger(f"{config.out}.ledger.jsonl" if config.out else None)
     try:
+        if not config.batch and any(batch.calls for batch in open_batches(ledger.rows).values()):
+            raise UsageError(f"{config.out}: a batch of it is under way: go on with --batch")
         setup = _setup(config, rubric)
         units, reasons = _units(trajectories, config, rubric, setup, there)
         spent_usd, spent_tokens, _ = ledger.spent()
@@ -142,8 +145,7 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
         caller = Caller(
             _synchronous(client), config.model, ledger, budget, price, concurrency=config.concurrency,
             retries=config.retries, timeout=config.timeout, backoff=config.backoff,
-            form="schema" if config.batch and config.form == "auto" else config.form,
-            temperature=_temperature(config), logprobs=config.logprobs,
+            form=config.form, temperature=_temperature(config), logprobs=config.logprobs,
         )  # fmt: skip
         results = _settled(ledger.rows, config.retry_failed)
         old = sum(job.key in results and results[job.key].status != "ok" for unit in units for job in unit.jobs)
@@ -162,8 +164,6 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
         try:
             landing.land()
             if config.batch:
-                from labeling.judge.batch import run_batches
-
                 run_batches(caller, jobs, done, poll=config.batch_poll)
             else:
                 run_jobs(caller, jobs, done)
