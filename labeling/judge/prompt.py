@@ -114,15 +114,17 @@ def prefix(rubric: Rubric, *, verdicts: bool = False) -> str:
 
 
 def messages(
-    trajectory: Trajectory, window: Window, rubric: Rubric, *, reference: str | None = None, verdicts: bool = False
-) -> list[dict[str, str]]:
-    """The chat that asks for the scores of a window's steps."""
+    trajectory: Trajectory, window: Window, rubric: Rubric, *, reference: str | None = None, verdicts: bool = False,
+    backwards: bool = False,
+) -> list[dict[str, str]]:  # fmt: skip
+    """The chat that asks for the scores of a window's steps; `backwards` shows the last one first (see `bias.py`)."""
     lines = ["Task: " + _quote(trajectory.task)]
     if reference is not None:
         lines.append("Reference answer, which the agent did not see: " + _quote(reference))
     if window.shown:
         lines.append(f"({window.shown} earlier steps are left out.)")
-    lines += [_step(trajectory, i) for i in range(window.shown, window.last + 1)]
+    steps = [_step(trajectory, i) for i in range(window.shown, window.last + 1)]
+    lines += ["(The last step is shown first.)", *steps[::-1]] if backwards else steps
     lines.append(f"FIRST is {window.first}, LAST is {window.last}. Reply with the JSON alone.")
     return [
         {"role": "system", "content": prefix(rubric, verdicts=verdicts)},

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from labeling.judge.batch import open_batches, run_batches
+from labeling.judge.bias import Bias, bias_jobs, measure, write
 from labeling.judge.calls import FORMATS, Caller, Job, Result, run_jobs
 from labeling.judge.money import Budget, Ledger, Price, Usage, load_price
 from labeling.judge.prompt import Rubric, Window, load_rubric, messages, own_text, too_long, windows
@@ -142,11 +143,7 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
         units, reasons = _units(trajectories, config, rubric, setup, there)
         spent_usd, spent_tokens, _ = ledger.spent()
         budget = Budget(config.budget, config.budget_tokens, spent_usd, spent_tokens)
-        caller = Caller(
-            _synchronous(client), config.model, ledger, budget, price, concurrency=config.concurrency,
-            retries=config.retries, timeout=config.timeout, backoff=config.backoff,
-            form=config.form, temperature=_temperature(config), logprobs=config.logprobs,
-        )  # fmt: skip
+        caller = _caller(client, config, ledger, budget, price)
         results = _settled(ledger.rows, config.retry_failed)
         old = sum(job.key in results and results[job.key].status != "ok" for unit in units for job in unit.jobs)
         judged = Judged(n=len(trajectories), reasons=reasons, old=old)
@@ -181,6 +178,32 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
         ledger.close()
 
 
+def bias(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig) -> Bias:
+    """What reordering, padding and another final answer do to the judge's scores; see `labeling.judge.bias`.
+
+    Calls are in the same ledger and under the same budget as those of `judge`; with `out`, `OUT.bias.json` is written.
+
+    Raises:
+        UsageError: as `judge`; also with several votes, references, or the Batch API.
+    """
+    rubric, price = check(config)
+    if config.votes > 1 or config.batch or config.reference:
+        raise UsageError("--check-bias makes single calls: leave out --votes, --batch and --reference")
+    ledger = Ledger(f"{config.out}.ledger.jsonl" if config.out else None)
+    try:
+        left_out: Counter[str] = Counter()
+        jobs = bias_jobs(trajectories, config, rubric, _setup(config, rubric), left_out)
+        spent_usd, spent_tokens, _ = ledger.spent()
+        budget = Budget(config.budget, config.budget_tokens, spent_usd, spent_tokens)
+        caller = _caller(client, config, ledger, budget, price)
+        found = measure(caller, jobs, _settled(ledger.rows, config.retry_failed), left_out)
+    finally:
+        ledger.close()
+    if config.out:
+        write(found, f"{config.out}.bias.json")
+    return found
+
+
 def dry_run(trajectories: Sequence[Trajectory], config: JudgeConfig) -> str:
     """What a run would cost, as text: calls, tokens and dollars, about and at most. Nothing is asked."""
     rubric, price = check(config)
@@ -197,13 +220,18 @@ def dry_run(trajectories: Sequence[Trajectory], config: JudgeConfig) -> str:
     caller = Caller(_Nobody(), config.model, Ledger(None), Budget(None, None), price, logprobs=config.logprobs)  # type: ignore[arg-type]
     about, most_usd, most_tokens = Usage(), 0.0, 0
     jobs = [job for unit in units for job in unit.jobs if job.key not in done]
+    steps = sum(len(unit.steps) for unit in units)
+    if config.check_bias:
+        made = bias_jobs(trajectories, config, rubric, _setup(config, rubric), Counter())
+        jobs = [job for job in made.values() if job.key not in done]
+        steps = sum(len(job.steps) for job in jobs)
     for job in jobs:
         read = sum(len(m["content"]) for m in job.messages) // 4
         about = Usage(about.input + read, about.output + 50 * len(job.steps) + 20)
         usd, tokens = caller.bound(job, job.cap, batch=config.batch)
         most_usd, most_tokens = most_usd + usd, most_tokens + tokens
     lines = [
-        f"{len(jobs)} calls for {len(trajectories)} trajectories, {sum(len(u.steps) for u in units)} steps",
+        f"{len(jobs)} calls for {len(trajectories)} trajectories, {steps} steps",
         f"about {about.input} tokens read and {about.output} written (at most {most_tokens} without retries)",
     ]
     if price:
@@ -370,6 +398,14 @@ class _Landing:
         return made
 
 
+def _caller(client: OpenAI, config: JudgeConfig, ledger: Ledger, budget: Budget, price: Price | None) -> Caller:
+    return Caller(
+        _synchronous(client), config.model, ledger, budget, price, concurrency=config.concurrency,
+        retries=config.retries, timeout=config.timeout, backoff=config.backoff, form=config.form,
+        temperature=_temperature(config), logprobs=config.logprobs,
+    )  # fmt: skip
+
+
 class _Nobody:
     """Stands for the client where nothing is asked."""
 
@@ -407,10 +443,9 @@ def command(path: str, trajectories: Sequence[Trajectory], config: JudgeConfig) 
         key = "none"
     client = OpenAI(api_key=key, base_url=config.base_url)
     if config.check_bias:
-        from labeling.judge.bias import check_bias
-
-        print(check_bias(trajectories, client, config))
-        return 0
+        found = bias(trajectories, client, config)
+        print(found.text())
+        return 0 if found.shifts else 1
     save(config.out, "judge", config, trajectories=path)
     judged = run(trajectories, client, config)
     print(f"{config.out}: {judged.summary()}", file=sys.stdout)
