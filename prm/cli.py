@@ -247,6 +247,32 @@ def plan(argv: list[str]) -> int:
     return 0
 
 
+def select(argv: list[str]) -> int:
+    """what to label next: unsure, disputed, unlike the rest, within a budget"""
+    from dataclasses import dataclass
+
+    from distill.select import SelectConfig
+    from distill.select import select as run
+    from prm.config import write_text
+
+    @dataclass(frozen=True)
+    class QueueConfig:
+        out: str = option(..., "write the queue here, for annotate --queue; must not exist yet")
+        labels: tuple[str, ...] = option((), "label files: scores of models and other sources, and what is labelled")
+
+    places = [Positional("trajectories", "the pool to choose from")]
+    where, target, config = parse("select", select.__doc__ or "", places, [QueueConfig, SelectConfig], argv)
+    refuse_existing(target.out)
+    labels = [label for path in target.labels for label in read_records(path, StepLabel)]
+    found = run(read_records(where.trajectories, Trajectory), labels, config)
+    write_text(target.out, "".join(choice.to_json() for choice in found.choices))
+    save(target.out, "select", target, config, trajectories=where.trajectories)
+    for reason, n in found.dropped.items():
+        print(f"left out: {n} {reason}", file=sys.stderr)
+    print(f"{target.out}: {len(found.choices)} of {found.candidates} {config.unit} to label next")
+    return 0
+
+
 def distill(argv: list[str]) -> int:
     """train a PRM on step labels"""
     from distill.train import DistillConfig
@@ -435,6 +461,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "show": show,
     "fuse": fuse,
     "plan": plan,
+    "select": select,
     "distill": distill,
     "score": score,
     "serve": serve,
