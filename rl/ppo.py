@@ -315,7 +315,15 @@ def learn(
     group_rewards = [s.rewards for s in samples]  # whole groups, the empty episodes too
     everyone, samples = samples, [s for s in samples if s.places]
     if not samples:
-        return dict.fromkeys((*SEEN, "kl", "kl_k3", "ratio_error", "stopped_early", "explained_variance"), 0.0)
+        names = ("kl", "kl_k3", "ratio_error", "sampling_error", "stopped_early", "explained_variance")
+        return dict.fromkeys((*SEEN, *names), 0.0)
+    sampling_error = None
+    if roles.head.weight.dtype != torch.float32:
+        # Sampling (with a cache) and training (without) round differently; the ratio's old side is that of training.
+        own = _no_grad(samples, config, roles, lambda b: roles.logprobs(b)[0], ranks)
+        sampling_error = max(((o - s.logprobs).exp() - 1).abs().max().item() for s, o in zip(samples, own, strict=True))
+        for s, o in zip(samples, own, strict=True):
+            s.logprobs = o
     reference = _no_grad(samples, config, roles, lambda b: roles.logprobs(b, "reference")[0], ranks)
     if config.kl_form == "k1":
         kls = {id(s): s.logprobs - ref for s, ref in zip(samples, reference, strict=True)}
@@ -403,6 +411,7 @@ def learn(
         s.kl = (s.logprobs - ref).sum().item()
         result["kl_k3"] += k3(s.logprobs, ref).sum().item() / len(samples)
     result["kl"] = sum(s.kl for s in samples) / len(samples)
+    result["sampling_error"] = ratio_error if sampling_error is None else sampling_error
     result |= {"ratio_error": ratio_error, "stopped_early": float(stopped), "explained_variance": explained}
     return result
 

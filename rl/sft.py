@@ -129,7 +129,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
             adam_beta2=0.98,
-            gradient_checkpointing=config.gradient_checkpointing,
+            **({"gradient_checkpointing": True} if config.gradient_checkpointing else {}),
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),
             seed=config.seed,

@@ -273,6 +273,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tokenizer, tmp_path)
         train(tiny(tokenizer), Chatty, scorer, config)
 
 
+def test_below_float32_the_ratio_starts_at_one_all_the_same(tokenizer):
+    policy = tiny(tokenizer)
+    policy.model.to(torch.bfloat16)
+    roles = Roles(policy.model)
+    policy.model = policy.generator.model = roles.model
+    samples = [sample(policy, e, [0.1, -0.2, float(i % 2)]) for i, e in enumerate(played(policy))]
+    sampled = [s.logprobs for s in samples]
+    config = PPOConfig(out="", critic_warmup=0)
+    optimisers = {role: torch.optim.SGD(roles.parameters(role).values(), lr=0.1) for role in ("policy", "critic")}
+    measured = learn(samples, roles, optimisers, config, 0.01, 5)
+    assert measured["ratio_error"] < 1e-6 < measured["sampling_error"] < 0.1
+    assert any(not torch.equal(s.logprobs, before) for s, before in zip(samples, sampled, strict=True))
+
+
 def test_a_lora_run_comes_back_from_disk_as_it_was(tokenizer, tmp_path):
     base = tiny(tokenizer)
     base.model.save_pretrained(tmp_path / "base")
