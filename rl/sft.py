@@ -117,6 +117,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
 
         peft_config = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
     micro = min(config.micro_batch, config.batch)
+    checkpointing: Any = {"gradient_checkpointing": True} if config.gradient_checkpointing else {}
     trainer = (PolicyTokens if plain_head(model) else SFTTrainer)(
         model=model,
         args=TrainerConfig(
@@ -129,7 +130,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
             adam_beta2=0.98,
-            **({"gradient_checkpointing": True} if config.gradient_checkpointing else {}),
+            **checkpointing,
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),
             seed=config.seed,
