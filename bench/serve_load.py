@@ -1,7 +1,7 @@
 """The server against offline scoring, and under load: 32 clients, mixed sizes, clients that hang up, a reload.
 
 throughput  tokens a second over HTTP with 32 clients that ask all the time, over offline `PRM.score` on the same data
-latency     p99 / p50 of one request size, at about half of what the server can do
+latency     p99 / p50 of one request size, at about a third of what the server can do
 load        seconds of mixed load; the value is the number of faults: a 5xx that is not the bounded 503, an answer that
             differs from the sequential one, or memory that has not come back to within 15 %
 
@@ -128,8 +128,8 @@ def latency(folder: str, quick: bool) -> float:
     for _ in range(80 if quick else 400):
         threads.append(threading.Thread(target=ask, args=(draw.choice(data),)))
         threads[-1].start()
-        # Poisson arrivals at half of the offline rate.
-        time.sleep(draw.expovariate(0.5 / each))
+        # Poisson arrivals at a third of the offline rate.
+        time.sleep(draw.expovariate(0.33 / each))
     for t in threads:
         t.join()
     server.stop()

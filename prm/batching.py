@@ -280,6 +280,12 @@ def score_file(model: str, trajectories: str, config: ScoreConfig) -> int:
         raise UsageError(f"batch_tokens must be at least 1, got {config.batch_tokens}")
     if next(iter_jsonl(trajectories, Trajectory, skip_bad=config.skip_bad), None) is None:
         raise DataError(f"{trajectories}: holds no trajectory")
+    # Before a model is loaded, so before another process of the same launch writes.
+    done: dict[str, int] = {}
+    by: set[object] = set()
+    for label in iter_jsonl(config.out, StepLabel) if Path(config.out).exists() else ():
+        by.add(label.meta.get("model"))
+        done[label.trajectory_id] = max(done.get(label.trajectory_id, 0), label.step + 1)
     from prm.remote import load_prm
 
     prm = load_prm(
@@ -290,12 +296,8 @@ def score_file(model: str, trajectories: str, config: ScoreConfig) -> int:
         dtype=config.dtype,
         compile=config.compile,
     )
-    fingerprint = prm.fingerprint()
-    done: dict[str, int] = {}
-    for label in iter_jsonl(config.out, StepLabel) if Path(config.out).exists() else ():
-        if label.meta.get("model") != fingerprint:
-            raise UsageError(f"{config.out}: holds labels that {model} as it is now did not write")
-        done[label.trajectory_id] = max(done.get(label.trajectory_id, 0), label.step + 1)
+    if by - {prm.fingerprint()}:
+        raise UsageError(f"{config.out}: holds labels that {model} as it is now did not write")
     if rank == 0:
         save(config.out, "score", config, model=model, trajectories=trajectories)
     before = sum(done.values())

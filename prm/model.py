@@ -287,7 +287,8 @@ def layout_of(prm: Any, tools: Sequence[Any]) -> Layout:
 
 
 def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    # Launched on several GPUs, each process takes its own.
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -14,7 +14,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from prm import PRM, Step, Trajectory
+from prm import PRM, Step, StepLabel, Trajectory, append_jsonl, read_jsonl
+from prm.cli import main
 from prm.shared import SharedReader, readable
 from tests.tiny import model, tokenizer
 
@@ -253,3 +254,24 @@ def test_the_plain_backbone_is_untouched(tmp_path):
     prm.score(SIBLINGS)
     with torch.no_grad():
         assert torch.equal(plain(ids).last_hidden_state, prm.backbone(ids).last_hidden_state)
+
+
+def test_processes_share_a_file(prms, tmp_path, monkeypatch, capsys):
+    """Each of several processes scores its share; together, and after a crash of one, each trajectory once."""
+    PRM.create(model(), tokenizer=tokenizer()).save(tmp_path / "prm")
+    texts = [Trajectory(f"task {i}", SIBLINGS[0].steps[: 1 + i % 4]) for i in range(11)]
+    append_jsonl(tmp_path / "t.jsonl", texts)
+    out = tmp_path / "labels.jsonl"
+    argv = ["score", str(tmp_path / "prm"), str(tmp_path / "t.jsonl"), "--out", str(out)]
+    for rank, total in ((1, 3), (2, 3), (0, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(total))
+        assert main(argv) == 0
+    labels = read_jsonl(out, StepLabel)
+    assert len(labels) == len({(x.trajectory_id, x.step) for x in labels}) == sum(len(t.steps) for t in texts)
+    expected = PRM.load(tmp_path / "prm").label(texts)
+    by = {(x.trajectory_id, x.step): x.score for x in expected}
+    assert all(x.score == pytest.approx(by[x.trajectory_id, x.step], abs=1e-5) for x in labels)
+    PRM.create(model(seed=1), tokenizer=tokenizer()).save(tmp_path / "prm")
+    capsys.readouterr()
+    assert main(argv) == 2 and "as it is now did not write" in capsys.readouterr().err
