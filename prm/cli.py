@@ -59,7 +59,9 @@ def convert(argv: list[str]) -> int:
     @dataclass(frozen=True)
     class ConvertConfig:
         out: str = option(..., "write here; must not exist yet")
-        to: str = option("trajectories", "what to write", choices=("trajectories", "labels", "trl"))
+        to: str = option(
+            "trajectories", "what to write; dataset: a folder", choices=("trajectories", "labels", "trl", "dataset")
+        )
         kind: str = option("auto", "the format of IN: " + ", ".join(formats.KINDS))
         split: str | None = option(None, "how reasoning text becomes steps", choices=("blank-line", "line"))
         skip_bad: bool = option(False, "count bad rows and go on")
@@ -78,6 +80,12 @@ def convert(argv: list[str]) -> int:
         written = len(rows)
         for reason, count in skipped.items():
             print(f"skipped {count}: {reason}", file=sys.stderr)
+    elif config.to == "dataset":
+        import datasets
+
+        datasets.disable_progress_bars()
+        if written := len(converted.trajectories):
+            formats.to_dataset(converted.trajectories, converted.labels).save_to_disk(config.out)
     else:
         written = append_jsonl(config.out, getattr(converted, config.to))
     print(converted.summary(), file=sys.stderr)

@@ -139,3 +139,16 @@ def test_the_command_takes_pairs_and_outcomes_for_gold(tmp_path, capsys):
     append_jsonl(tmp_path / "one.jsonl", own[:1])
     assert main(["evaluate", str(tmp_path / "one.jsonl"), str(tmp_path / "s.jsonl"), "--out", str(out)]) == 2
     assert "nothing to choose from" in capsys.readouterr().err
+
+
+def test_a_dataset_by_the_command(tmp_path, capsys):
+    from datasets import load_from_disk
+
+    rows = [{"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    command = ["convert", str(tmp_path / "rows.jsonl"), "--to", "dataset", "--out", str(tmp_path / "d")]
+    assert main(command) == 0
+    (row,) = load_from_disk(str(tmp_path / "d"))
+    assert row["actions"] == ["a", "b"] and [x["score"] for x in row["labels"]] == [1.0, 0.0]
+    assert capsys.readouterr().err == "read 1 row: 1 trajectory, 2 steps, 2 labels\n"
+    assert (tmp_path / "d" / "convert.config.yaml").exists() and main(command) == 2
