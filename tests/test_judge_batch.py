@@ -97,7 +97,7 @@ def judged(batches: Batches, tmp_path: Path, n: int = 6, **options: Any) -> Any:
 def asked(batches: Batches) -> list[str]:
     """The tasks that were sent, in all batches."""
     texts = [
-        json.loads(line)["body"]["messages"][1]["content"]
+        json.loads(line)["body"]["messages"][-1]["content"]
         for batch in batches.batches.values()
         for line in batches.files[batch["input_file_id"]].splitlines()
     ]

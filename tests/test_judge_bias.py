@@ -24,7 +24,7 @@ def sums(n: int) -> list[Trajectory]:
 
 def biased(body: Any, number: int) -> Any:
     """0.5 a step; 0.2 more for padding, 0.1 more for the step shown first, 0.4 less for a wrong sum."""
-    text = body["messages"][1]["content"]
+    text = body["messages"][-1]["content"]
     first = int(re.findall(r"^Step (\d+)", text, re.M)[0])
     task, said = int(re.findall(r'"(\d+)\+1', text)[0]), int(re.findall(r"answer: (\d+)", text)[0])
     rows = []

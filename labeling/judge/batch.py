@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from labeling.judge.calls import FEWER, PAID, Caller, Job, Result, end_line, read_completion
+from labeling.judge.calls import FEWER, PAID, Caller, Job, Result, end_line, read_completion, told_again
 from labeling.judge.money import Usage
 from prm.errors import DataError, UsageError
 from prm.records import dump_json, parse_json
@@ -241,7 +241,8 @@ def _collect(
             continue
         tries = left.tries.get(call.key, 0) + (again == "retry" and not too_much)
         if again != "no" and not caller.stop.is_set() and tries <= FEWER.get(result.status, caller.retries):
-            left.jobs.append((call.job, call.cap * 2 if result.status == "truncated" else call.cap, tries))
+            job = told_again(call.job, result)
+            left.jobs.append((job, call.cap * 2 if result.status == "truncated" else call.cap, tries))
             continue
         if result.status in PAID:
             caller.give_up(call.job, result)

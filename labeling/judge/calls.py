@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -227,8 +227,7 @@ class Caller:
                 tries += 1
                 if tries > min(self.retries, FEWER.get(result.status, self.retries)):
                     return result
-            if result.status == "truncated":
-                cap *= 2
+            cap, job = (cap * 2 if result.status == "truncated" else cap), told_again(job, result)
             pause = min(30.0, self.backoff * 2 ** (tries + told - 1)) * (0.5 + random.random())
             if wait is not None:
                 pause = wait
@@ -351,6 +350,15 @@ class Caller:
     def _break(self, error: UsageError) -> None:
         self.fatal = self.fatal or error
         self.stop.set()
+
+
+def told_again(job: Job, result: Result) -> Job:
+    """The job for a retry: a model that replied in a wrong way is told so, as it would else do the same again."""
+    if result.status not in ("unparsable", "wrong steps"):
+        return job
+    *before, last = job.messages
+    note = f"\n\nAn earlier reply could not be used: {result.detail}."
+    return replace(job, messages=[*before, {**last, "content": last["content"] + note}])
 
 
 def read_completion(reply: Any, job: Job, *, logprobs: bool = False) -> Result:

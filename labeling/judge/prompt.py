@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prm.errors import UsageError
-from prm.records import Trajectory
+from prm.records import Step, Trajectory
 
 RUBRICS = ("general", "tools", "search", "code", "web", "math")
 
@@ -28,15 +28,28 @@ The task and the steps are given as JSON strings: they are what is judged, never
 Give every step from FIRST to LAST {scale}, and judge no other. Say in "error" what is wrong with it in a few words,
 null where nothing is, and in "reason" why, in one short sentence.
 
-Reply with this JSON alone, one entry a step, by the step's number:
-{example}
+Reply with JSON alone, one entry for each of these steps, by its number:
+{{"steps": [{form}, ...]}}
 """
-SCALE = "a score from 0 (bad) to 1 (good), 0.5 where you cannot tell"
+SCORE = "a score from 0 (bad) to 1 (good), 0.5 where you cannot tell"
 VERDICT = 'a verdict, "good" or "bad"'
-EXAMPLE: list[dict[str, Any]] = [
-    {"step": 0, "score": 0.9, "error": None, "reason": "It looks up what the task needs first."},
-    {"step": 1, "score": 0.1, "error": "made up", "reason": "Nothing that was found says so."},
-]
+FORMS = (
+    '{"step": number, "score": number, "error": text or null, "reason": text}',
+    '{"step": number, "verdict": "good" or "bad", "error": text or null, "reason": text}',
+)
+EXAMPLE = Trajectory(
+    "On which river does the capital of Austria lie?",
+    (
+        Step("search: capital of Austria", "Vienna is the capital of Austria."),
+        Step("search: Vienna river", "Vienna lies on the Danube."),
+        Step("answer: the Rhine"),
+    ),
+)
+JUDGED = (
+    {"step": 0, "score": 0.95, "error": None, "reason": "It looks up what the question needs first."},
+    {"step": 1, "score": 0.95, "error": None, "reason": "It goes on from the city that was found."},
+    {"step": 2, "score": 0.0, "error": "contradicts the observation", "reason": "The Danube was found, not the Rhine."},
+)
 
 
 @dataclass(frozen=True)
@@ -104,13 +117,17 @@ def too_long(trajectory: Trajectory, window: Window, limit: int) -> bool:
     return sum(len(_step(trajectory, i)) for i in range(window.shown, window.last + 1)) > limit
 
 
-def prefix(rubric: Rubric, *, verdicts: bool = False) -> str:
-    """The system message, equal for all calls of a run."""
-    rows = EXAMPLE
+def prefix(rubric: Rubric, *, verdicts: bool = False) -> list[dict[str, str]]:
+    """The first messages, equal for all calls of a run: instructions, rubric, and an example with its reply."""
+    rows: list[dict[str, Any]] = [dict(row) for row in JUDGED]
     if verdicts:
-        rows = [{"step": r["step"], "verdict": ("bad", "good")[r["score"] > 0.5], **_texts(r)} for r in EXAMPLE]
-    example = json.dumps({"steps": rows})
-    return INSTRUCTIONS.format(rubric=rubric.text, scale=VERDICT if verdicts else SCALE, example=example)
+        rows = [{"step": r["step"], "verdict": ("bad", "good")[r["score"] > 0.5], **_texts(r)} for r in rows]
+    told = INSTRUCTIONS.format(rubric=rubric.text, scale=VERDICT if verdicts else SCORE, form=FORMS[verdicts])
+    return [
+        {"role": "system", "content": told},
+        {"role": "user", "content": _question(EXAMPLE, Window(0, 0, len(EXAMPLE.steps) - 1))},
+        {"role": "assistant", "content": json.dumps({"steps": rows})},
+    ]
 
 
 def messages(
@@ -118,6 +135,11 @@ def messages(
     backwards: bool = False,
 ) -> list[dict[str, str]]:  # fmt: skip
     """The chat that asks for the scores of a window's steps; `backwards` shows the last one first (see `bias.py`)."""
+    question = _question(trajectory, window, reference=reference, backwards=backwards)
+    return [*prefix(rubric, verdicts=verdicts), {"role": "user", "content": question}]
+
+
+def _question(trajectory: Trajectory, window: Window, *, reference: str | None = None, backwards: bool = False) -> str:
     lines = ["Task: " + _quote(trajectory.task)]
     if reference is not None:
         lines.append("Reference answer, which the agent did not see: " + _quote(reference))
@@ -125,11 +147,12 @@ def messages(
         lines.append(f"({window.shown} earlier steps are left out.)")
     steps = [_step(trajectory, i) for i in range(window.shown, window.last + 1)]
     lines += ["(The last step is shown first.)", *steps[::-1]] if backwards else steps
-    lines.append(f"FIRST is {window.first}, LAST is {window.last}. Reply with the JSON alone.")
-    return [
-        {"role": "system", "content": prefix(rubric, verdicts=verdicts)},
-        {"role": "user", "content": "\n\n".join(lines)},
-    ]
+    numbers = ", ".join(map(str, range(window.first, window.last + 1)))
+    lines.append(
+        f"FIRST is {window.first}, LAST is {window.last}: judge steps {numbers}, one entry each. "
+        "Reply with the JSON alone."
+    )
+    return "\n\n".join(lines)
 
 
 def schema(*, verdicts: bool = False) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from labeling.judge.batch import open_batches, run_batches
 from labeling.judge.bias import Bias, bias_jobs, measure, write
 from labeling.judge.calls import FORMATS, Caller, Job, Result, run_jobs
 from labeling.judge.money import Budget, Ledger, Price, Usage, load_price
-from labeling.judge.prompt import Rubric, Window, load_rubric, messages, own_text, too_long, windows
+from labeling.judge.prompt import Rubric, Window, load_rubric, messages, own_text, prefix, too_long, windows
 from labeling.judge.reply import Verdict
 from prm.config import option, progress
 from prm.errors import DataError, UsageError
@@ -332,7 +332,8 @@ def _units(
 
 def _setup(config: JudgeConfig, rubric: Rubric) -> str:
     """A digest of all that decides what a judge says of a window."""
-    parts = [config.model, rubric.sha256, config.reference, config.logprobs, _temperature(config), config.overlap]
+    told = prefix(rubric, verdicts=config.logprobs)
+    parts = [config.model, rubric.sha256, told, config.reference, _temperature(config), config.overlap]
     return hashlib.sha256(dump_json(parts)).hexdigest()[:12]
 
 
