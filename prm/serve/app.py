@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import time
 import uuid
@@ -107,7 +108,9 @@ class Serving:
             self.model, self.version = model, version
             self._tell()
             self.metrics.add("prm_reloads_total", result="done")
-            gc.collect()
+            for seconds in (0, 2, 30):
+                # Requests that run hold the old model until they are answered.
+                asyncio.get_running_loop().call_later(seconds, _release)
             return changed
 
 
@@ -355,6 +358,14 @@ def _pooled(prm: StepScorer, body: shapes.PoolingInput | shapes.PoolingChat) -> 
             raise DataError(f"input {i}: {len(ids)} tokens, the limit is {prm.settings.max_tokens}")
         out.append([Rendered(ids, list(range(len(ids))), [])] if ids else [])
     return out
+
+
+def _release() -> None:
+    """Give memory that nobody holds back to the system; C libraries that cannot are left alone."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _at_most(limit: int, count: int, what: str) -> None:
