@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prm.checkpoint import HEADS, first_line, head_name, quiet
+from prm.checkpoint import HEADS, first_line, head_name, locate, quiet
 from prm.config import option
 from prm.errors import ModelError, UsageError
 
@@ -176,9 +176,10 @@ def _check(config: PlanConfig) -> None:
 def _configuration(base: str) -> Any:
     from transformers import AutoConfig
 
+    folder = locate(base, ["config.json"])
     try:
         with quiet():
-            return AutoConfig.from_pretrained(base)
+            return AutoConfig.from_pretrained(folder)
     except Exception as error:
         # As with models: a broken or missing file raises whatever its reader raises.
         raise ModelError(f"{base}: no configuration can be loaded: {first_line(error)}") from error

@@ -135,8 +135,8 @@ class Settings:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
-    """The folder of a model: `path` itself, or a download of the hub's repository of that name."""
+def locate(path: str | os.PathLike[str], only: list[str] | None = None) -> Path:
+    """The folder of a model: `path` itself, or a download of the hub's repository of that name (or of `only` files)."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -145,7 +145,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), ignore_patterns=OTHER_FILES))
+        return Path(snapshot_download(str(path), allow_patterns=only, ignore_patterns=OTHER_FILES))
     except HFValidationError:
         raise ModelError(f"{path}: no such folder") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

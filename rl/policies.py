@@ -84,18 +84,19 @@ class TransformersPolicy:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from prm.checkpoint import quiet
+        from prm.checkpoint import locate, quiet
 
+        folder = locate(path)
         dtype = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         try:
             with quiet():
-                if (Path(path) / "adapter_config.json").exists():
+                if (folder / "adapter_config.json").exists():
                     from peft import AutoPeftModelForCausalLM
 
-                    model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype)
+                    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
                 else:
-                    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-                tokenizer = AutoTokenizer.from_pretrained(path)
+                    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+                tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: no policy can be loaded: {str(error).splitlines()[0]}") from error
         if torch.cuda.is_available():

@@ -52,6 +52,7 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
     from trl import SFTConfig as TrainerConfig
     from trl import SFTTrainer
 
+    from prm.checkpoint import locate
     from prm.config import progress
     from rl.policies import PolicyConfig, TransformersPolicy
     from rl.roles import backbone_of, plain_head
@@ -66,10 +67,11 @@ def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:
         model = tiny_model(tokenizer, width=config.width, layers=config.layers, seed=config.seed)
         teach_copying(model, config.copy_updates, seed=config.seed)
     else:
+        folder = locate(config.base)
         dtype = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         try:
-            model = AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(config.base)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ModelError(f"{config.base}: no model can be loaded: {str(error).splitlines()[0]}") from error
     policy = TransformersPolicy(model, tokenizer, PolicyConfig("sft", layout=config.layout, system=config.system))
