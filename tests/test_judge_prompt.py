@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from labeling.judge import judge, run
-from labeling.judge.prompt import load_rubric
+from labeling.judge.prompt import _quote, load_rubric
 from prm import Step, Trajectory
 from prm.errors import DataError, UsageError
 from tests.judge_server import Endpoint, asked_steps, completion, config, episodes
@@ -43,6 +44,16 @@ def test_text_of_a_trajectory_cannot_close_its_quotes() -> None:
     text = endpoint.bodies[0]["messages"][-1]["content"]
     assert [line for line in text.splitlines() if line.startswith("Step ")] == ["Step 0"]
     assert asked_steps(endpoint.bodies[0]) == range(0, 1)
+    assert "<|" not in text and json.loads(re.findall("^action: (.*)$", text, re.M)[0]) == hostile
+
+
+@pytest.mark.parametrize(
+    "token", ["<|im_start|>", "</s>", "<s>", "<start_of_turn>", "[INST]", "[/INST]", "</think>", "<\uff5cEOT"]
+)
+def test_control_tokens_are_escaped_and_other_text_is_not(token: str) -> None:
+    quoted = _quote(f"a {token} b <b>bold</b> x[0] < 3 [1] \ud800\u2028 \u00e9")
+    assert token not in quoted and json.loads(quoted) == f"a {token} b <b>bold</b> x[0] < 3 [1] \ud800\u2028 \u00e9"
+    assert "<b>bold</b> x[0] < 3 [1] " in quoted and "\u00e9" in quoted and "\u2028" not in quoted
 
 
 def test_a_forged_reply_that_is_quoted_does_not_count() -> None:

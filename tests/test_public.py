@@ -34,6 +34,7 @@ def test_the_names_are_pinned():
     ("module", "names"),
     [
         ("labeling.annotate", ["app"]),
+        ("labeling.judge", ["judge"]),
         ("labeling.montecarlo", ["rollout_labels", "tree_labels"]),
         ("labeling.fuse", ["fuse"]),
         ("distill.train", ["distill"]),

@@ -269,7 +269,9 @@ class Caller:
 
         nothing = Usage()
         try:
-            raw = self.client.chat.completions.with_raw_response.create(**self.body(job, cap, form))
+            # as extra_body, the client sends it as it is; its own walk through typed parameters takes half of the time
+            create = self.client.chat.completions.with_raw_response.create
+            raw = create(model=self.model, messages=[], extra_body=self.body(job, cap, form))
             response = raw.http_response
         except openai.APITimeoutError:
             return Result("timeout", detail="no reply in time"), None, None, "retry"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ JUDGED = (
     {"step": 0, "score": 0.95, "error": None, "reason": "It looks up what the question needs first."},
     {"step": 1, "score": 0.95, "error": None, "reason": "It goes on from the city that was found."},
     {"step": 2, "score": 0.0, "error": "contradicts the observation", "reason": "The Danube was found, not the Rhine."},
+)
+
+
+# what a server may take for a control token of its chat template; and what other readers take for an end of line
+_ODD = re.compile(
+    "[\u2028\u2029\x85\ud800-\udfff]"
+    r"|<(?=[|\uff5c]|/?(s|bos|eos|unk|pad|think|tool_call|tool_response)>|(start|end)_of_)|\[(?=/?[A-Z_]{3,20}\])"
 )
 
 
@@ -117,17 +125,18 @@ def too_long(trajectory: Trajectory, window: Window, limit: int) -> bool:
     return sum(len(_step(trajectory, i)) for i in range(window.shown, window.last + 1)) > limit
 
 
-def prefix(rubric: Rubric, *, verdicts: bool = False) -> list[dict[str, str]]:
+@lru_cache(maxsize=16)
+def prefix(rubric: Rubric, *, verdicts: bool = False) -> tuple[dict[str, str], ...]:
     """The first messages, equal for all calls of a run: instructions, rubric, and an example with its reply."""
     rows: list[dict[str, Any]] = [dict(row) for row in JUDGED]
     if verdicts:
         rows = [{"step": r["step"], "verdict": ("bad", "good")[r["score"] > 0.5], **_texts(r)} for r in rows]
     told = INSTRUCTIONS.format(rubric=rubric.text, scale=VERDICT if verdicts else SCORE, form=FORMS[verdicts])
-    return [
+    return (
         {"role": "system", "content": told},
         {"role": "user", "content": _question(EXAMPLE, Window(0, 0, len(EXAMPLE.steps) - 1))},
         {"role": "assistant", "content": json.dumps({"steps": rows})},
-    ]
+    )
 
 
 def messages(
@@ -181,11 +190,8 @@ def _step(trajectory: Trajectory, i: int) -> str:
 
 
 def _quote(text: str) -> str:
-    """A JSON string on one line, line separators and lone surrogates as escapes."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    for odd in ("\u2028", "\u2029", "\x85"):
-        quoted = quoted.replace(odd, f"\\u{ord(odd):04x}")
-    return "".join(f"\\u{ord(c):04x}" if 0xD800 <= ord(c) < 0xE000 else c for c in quoted)
+    """A JSON string on one line; line separators, lone surrogates and the first character of control tokens escaped."""
+    return _ODD.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _texts(row: dict[str, Any]) -> dict[str, Any]:

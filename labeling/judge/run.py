@@ -155,7 +155,8 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
             results[jobs[index].key] = result
             if result.status != "ok":
                 judged.details.append(f"{result.status}: {result.detail}")
-            bar.update(landing.land())
+            if time.monotonic() > landing.due:
+                bar.update(landing.land())
             bar.set_postfix_str(f"${budget.spent_usd:.3f}" if price else f"{budget.spent_tokens} tokens")
 
         try:
@@ -344,7 +345,7 @@ def _temperature(config: JudgeConfig) -> float | None:
 
 
 class _Landing:
-    """Labels are written in the order of the trajectories, each as soon as all before it are settled."""
+    """Labels are written in the order of the trajectories, in groups, once all before them are settled."""
 
     def __init__(
         self, units: Sequence[Unit], results: Mapping[str, Result], labels: dict[str, list[StepLabel]],
@@ -352,7 +353,7 @@ class _Landing:
     ) -> None:  # fmt: skip
         self.units, self.results, self.labels, self.judged = units, results, labels, judged
         self.config, self.rubric, self.source = config, rubric, source
-        self.next = 0
+        self.next, self.due = 0, 0.0
 
     def land(self, rest: str | None = None) -> int:
         """Write what can be written; with `rest`, all of it, and what has no result gets that status."""
@@ -372,6 +373,7 @@ class _Landing:
             self.labels.setdefault(label.trajectory_id, []).append(label)
         if self.config.out and fresh:
             append_jsonl(self.config.out, fresh)
+        self.due = time.monotonic() + 0.5
         return self.next - before
 
     def _labels(self, unit: Unit, votes: Sequence[Sequence[Verdict]]) -> list[StepLabel]:
