@@ -151,7 +151,7 @@ def test_the_command(base, tmp_path, capsys):
         (["--length", "0"], "length must be"),
         (["--lora-rank", "0"], "lora_rank"),
         (["--policy-share", "0"], "policy_share"),
-        (["--base", "/nowhere"], "/nowhere: no configuration"),
+        (["--base", "/nowhere"], "/nowhere: no such folder"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(base, capsys, options, message):
