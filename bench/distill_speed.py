@@ -3,7 +3,8 @@
 Tokens are those of the rows, without padding, by seconds of the training process on one thread (its own CPU time, so
 that a busy machine does not decide). Rows of mixed length (log-uniform, 40 to 800 words) and, beside them, of one
 length, where padding can make no difference; there the mean losses of the last tenth of the steps are compared too.
-float32, no gradient checkpointing, AdamW, 8 rows an update, both trainers with their own order and read-out.
+float32, no gradient checkpointing, AdamW, 8 rows an update; the same ids, read at the newline after each step. The
+order of rows is each trainer's own, and theirs has a head of two logits.
 
 Needs trl 1.13 in a folder of its own:  pip install --no-deps --target DIR trl==1.13.0;  TRL113=DIR
 
@@ -78,7 +79,7 @@ def ours(model: str, data: list[dict[str, Any]], out: str) -> dict[str, Any]:
     from prm import PRM, convert
 
     converted = convert(data)
-    prm = PRM.create(model)
+    prm = PRM.create(model, layout="text", step_token="\n")
     config = DistillConfig(base=model, out=out, epochs=1, batch=BATCH, lr=LR, checkpoint_every=10**9)
     own = made(prm, converted.trajectories, merge(converted.labels), Counter())
     run = Run(prm, own, [], config, "")
