@@ -153,7 +153,7 @@ def test_draws_differ_by_seed_and_step_only(model, tokenizer):
 
 
 def test_a_missing_checkpoint_and_a_thing_that_cannot_act_are_named(tmp_path):
-    with pytest.raises(ModelError, match="no policy can be loaded"):
+    with pytest.raises(ModelError, match="no such folder"):
         load_policy(PolicyConfig(str(tmp_path / "none")))
     with pytest.raises(UsageError, match="cannot be made without arguments"):
         load_policy(PolicyConfig("prm.records:Step"))
