@@ -8,8 +8,12 @@ answers 429 to what is above its limit. Ledger, labels and budget are written as
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
+import re
 import statistics
 import sys
 import tempfile
@@ -22,23 +26,43 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from openai import OpenAI
 
 from labeling.judge import JudgeConfig, run
-from tests.judge_server import Endpoint, episodes, failing, good
+from tests.judge_server import episodes, failing, good
 
 QUICK = "--quick" in sys.argv
+seen = {"requests": 0, "now": 0, "most": 0}
 N, STEPS, LATENCY, FLYING = 1000, 8, 0.2, 64
 REPEATS = 2 if QUICK else 5
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The requests of one connection; a count of those under way is kept in `seen`."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head, re.I)
+            body = json.loads(await reader.readexactly(int(length[1]) if length else 0))
+            seen["requests"] += 1
+            seen["now"] += 1
+            seen["most"] = max(seen["most"], seen["now"])
+            status, _, reply = failing(429)(body, 0) if seen["now"] > FLYING else good(body, 0)
+            await asyncio.sleep(LATENCY)
+            seen["now"] -= 1
+            content = json.dumps(reply).encode()
+            kind = "content-type: application/json"
+            writer.write(f"HTTP/1.1 {status} X\r\n{kind}\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
 
 
 def serve(pipe: Any) -> None:
     """Answer until told to end; then say how many requests there were, and the most at once."""
 
-    def script(body: Any, number: int) -> Any:
-        return failing(429)(body, number) if endpoint.flying > FLYING else good(body, number)
+    async def work() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=256)
+        pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        pipe.send((seen["requests"], seen["most"]))
+        os._exit(0)
 
-    with Endpoint(script, delay=LATENCY) as endpoint:
-        pipe.send(endpoint.url)
-        pipe.recv()
-        pipe.send((len(endpoint.bodies), endpoint.most))
+    asyncio.run(work())
 
 
 def main() -> None:

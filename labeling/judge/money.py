@@ -150,7 +150,8 @@ class Budget:
 class Ledger:
     """One line before a call and one after it, each on disk before anything depends on it.
 
-    A call without its second line was in flight when the process died: it may have been paid, and counts as such.
+    The first is on disk before the call is made, the second with the next first one, or before labels are written. A
+    call without its second line was in flight when the process died: it may have been paid, and counts as such.
 
     Args:
         path: the file; None keeps the lines in memory.
@@ -162,7 +163,7 @@ class Ledger:
     def __init__(self, path: str | None) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        self._lock, self._sync = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._written = self._synced = 0
         self._handle = -1
         if path is None:
@@ -178,7 +179,7 @@ class Ledger:
         _end_line(self._handle)
 
     def write(self, row: dict[str, Any], *, durable: bool = True) -> None:
-        """Append a line; with `durable` it is on disk when this returns (calls at the same time share the wait)."""
+        """Append a line; with `durable` it and those before it are on disk when this returns."""
         with self._lock:
             self.rows.append(row)
             if self._handle < 0:
@@ -189,12 +190,14 @@ class Ledger:
             self._written += 1
             mine = self._written
         if durable:
-            with self._sync:
-                if self._synced < mine:
-                    with self._lock:
-                        reached = self._written
-                    os.fsync(self._handle)
-                    self._synced = reached
+            self.sync(mine)
+
+    def sync(self, line: int | None = None) -> None:
+        """Wait until that line (default: all) is on disk; the file system groups calls at the same time."""
+        reached = self._written
+        if self._handle >= 0 and self._synced < (reached if line is None else line):
+            os.fdatasync(self._handle)
+            self._synced = max(self._synced, reached)
 
     def spent(self) -> tuple[float, int, int]:
         """(dollars, tokens, calls without an end) of all lines; those calls count with what was reserved for them."""
@@ -202,6 +205,7 @@ class Ledger:
 
     def close(self) -> None:
         if self._handle >= 0:
+            self.sync()
             os.close(self._handle)
             self._handle = -1
 

@@ -105,7 +105,7 @@ def windows(trajectory: Trajectory, limit: int, overlap: int) -> list[Window]:
     The steps shown before a window are fewer where they would not fit. A window whose only judged step is longer than
     the limit is made all the same; whoever asks has to refuse it (`too_long`).
     """
-    sizes = [len(_step(trajectory, i)) for i in range(len(trajectory.steps))]
+    sizes = [_size(step) for step in trajectory.steps]
     found: list[Window] = []
     first = 0
     while first < len(sizes):
@@ -122,7 +122,7 @@ def windows(trajectory: Trajectory, limit: int, overlap: int) -> list[Window]:
 
 def too_long(trajectory: Trajectory, window: Window, limit: int) -> bool:
     """Whether the window holds a step that alone is longer than `limit` characters."""
-    return sum(len(_step(trajectory, i)) for i in range(window.shown, window.last + 1)) > limit
+    return sum(map(_size, trajectory.steps[window.shown : window.last + 1])) > limit
 
 
 @lru_cache(maxsize=16)
@@ -181,6 +181,10 @@ def schema(*, verdicts: bool = False) -> dict[str, Any]:
 def own_text(trajectory: Trajectory) -> str:
     """All text of a trajectory, to tell what a judge quotes from what it says."""
     return "\0".join([trajectory.task, *(part for s in trajectory.steps for part in (s.action, s.observation))])
+
+
+def _size(step: Step) -> int:
+    return len(step.action) + len(step.observation) + 40
 
 
 def _step(trajectory: Trajectory, i: int) -> str:

@@ -147,7 +147,7 @@ def run(trajectories: Sequence[Trajectory], client: OpenAI, config: JudgeConfig)
         results = _settled(ledger.rows, config.retry_failed)
         old = sum(job.key in results and results[job.key].status != "ok" for unit in units for job in unit.jobs)
         judged = Judged(n=len(trajectories), reasons=reasons, old=old)
-        landing = _Landing(units, results, labels, config, rubric, source, judged)
+        landing = _Landing(units, results, labels, config, rubric, source, judged, ledger)
         jobs = [job for unit in units for job in unit.jobs if job.key not in results]
         bar = progress(len(units), "judge", "window")
 
@@ -349,10 +349,10 @@ class _Landing:
 
     def __init__(
         self, units: Sequence[Unit], results: Mapping[str, Result], labels: dict[str, list[StepLabel]],
-        config: JudgeConfig, rubric: Rubric, source: str, judged: Judged,
+        config: JudgeConfig, rubric: Rubric, source: str, judged: Judged, ledger: Ledger,
     ) -> None:  # fmt: skip
         self.units, self.results, self.labels, self.judged = units, results, labels, judged
-        self.config, self.rubric, self.source = config, rubric, source
+        self.config, self.rubric, self.source, self.ledger = config, rubric, source, ledger
         self.next, self.due = 0, 0.0
 
     def land(self, rest: str | None = None) -> int:
@@ -372,6 +372,7 @@ class _Landing:
         for label in fresh:
             self.labels.setdefault(label.trajectory_id, []).append(label)
         if self.config.out and fresh:
+            self.ledger.sync()
             append_jsonl(self.config.out, fresh)
         self.due = time.monotonic() + 0.5
         return self.next - before
