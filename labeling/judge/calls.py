@@ -14,6 +14,7 @@ import email.utils
 import itertools
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 FORMATS = ("schema", "json", "text")
+SWITCH = 0.0002  # seconds a thread keeps the interpreter while others wait for it
 LONGEST_WAIT = 600.0  # seconds; where an endpoint asks for more, the run stops
 FEWER = {"unparsable": 1, "wrong steps": 1, "truncated": 2}  # retries of what a model is likely to do again
 PAID = ("truncated", "filtered", "refused", "unparsable", "wrong steps", "too long")  # not asked again by later runs
@@ -153,6 +155,29 @@ class Caller:
         self._dropped: set[str] = set()
         self._ids = itertools.count(1 + max((int(row.get("id") or 0) for row in ledger.rows), default=0))
         self._lock = threading.Lock()
+        self._own = threading.local()
+        self._tls: Any = None
+
+    def connection(self) -> OpenAI:
+        """The client for this thread.
+
+        A pool that all threads share looks through all its connections at each call, which costs more than the rest of
+        a call. So each thread has a client with a connection of its own, whose requests are built from its first one;
+        not where the caller chose how to connect, or the client is no plain one (Azure).
+        """
+        import httpx2
+        from openai import DefaultHttpxClient, OpenAI
+        from openai._base_client import SyncHttpxClientWrapper  # what a client has that was given none
+
+        if type(self.client) is not OpenAI or type(self.client._client) is not SyncHttpxClientWrapper:
+            return self.client
+        if (client := getattr(self._own, "client", None)) is None:
+            with self._lock:
+                self._tls = self._tls or httpx2.create_ssl_context()
+            own = DefaultHttpxClient(verify=self._tls, base_url=self.client.base_url, timeout=self.client.timeout)
+            client = self._own.client = self.client.with_options(http_client=own)
+            client._build_request = _built_once(client)  # type: ignore[method-assign]
+        return client
 
     # --- what is sent ---
 
@@ -270,7 +295,7 @@ class Caller:
         nothing = Usage()
         try:
             # as chat.completions.create, without its walk through typed parameters and reply
-            text = self.client.post("/chat/completions", cast_to=str, body=self.body(job, cap, form))
+            text = self.connection().post("/chat/completions", cast_to=str, body=self.body(job, cap, form))
         except openai.APITimeoutError:
             return Result("timeout", detail="no reply in time"), None, None, "retry"
         except openai.APIStatusError as error:
@@ -352,6 +377,26 @@ class Caller:
         self.stop.set()
 
 
+def _built_once(client: OpenAI) -> Callable[..., Any]:
+    """A `_build_request` for requests that differ in nothing but their JSON: URL and headers are made once a key."""
+    import httpx2
+
+    whole, made = client._build_request, dict[str, tuple[Any, list[tuple[str, str]]]]()
+
+    def build(options: Any, **more: Any) -> Any:
+        if client.api_key not in made:
+            first = whole(options, **more)
+            headers = [(k, v) for k, v in first.headers.multi_items() if k.lower() != "content-length"]
+            made.clear()
+            made[client.api_key] = (first, headers)
+            return first
+        first, headers = made[client.api_key]
+        content = dump_json(options.json_data)
+        return httpx2.Request("POST", first.url, headers=headers, content=content, extensions=first.extensions)
+
+    return build
+
+
 def told_again(job: Job, result: Result) -> Job:
     """The job for a retry: a model that replied in a wrong way is told so, as it would else do the same again."""
     if result.status not in ("unparsable", "wrong steps"):
@@ -427,6 +472,15 @@ def run_jobs(caller: Caller, jobs: Sequence[Job], done: Callable[[int, Result], 
 
     When the run stops, jobs that were not begun are not reported. An interrupt waits for the calls in flight.
     """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SWITCH))  # at the default of 5 ms, who comes back with a reply queues for it
+    try:
+        _run_jobs(caller, jobs, done)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _run_jobs(caller: Caller, jobs: Sequence[Job], done: Callable[[int, Result], None]) -> None:
     import queue
 
     waiting, results = iter(enumerate(jobs)), queue.SimpleQueue[Any]()
