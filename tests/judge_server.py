@@ -45,13 +45,14 @@ def good(body: dict[str, Any], number: int) -> Answer:
 class Endpoint:
     """Answers `POST /v1/chat/completions` by `script(body, number)`, other paths by `routes(method, path, body)`.
 
-    Keeps the request bodies, and the most requests that were in flight at once.
+    Keeps the request bodies and their headers (lower case, and the path), and the most requests that were in flight at once.
     """
 
     def __init__(self, script: Callable[[dict[str, Any], int], Answer] = good, delay: float = 0.0,
                  routes: Callable[[str, str, bytes], Answer] | None = None) -> None:  # fmt: skip
         self.script, self.delay, self.routes = script, delay, routes
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[dict[str, str]] = []
         self.flying = self.most = 0
         self.lock = threading.Lock()
         outer = self
@@ -73,6 +74,7 @@ class Endpoint:
                     body = json.loads(raw)
                     with outer.lock:
                         outer.bodies.append(body)
+                        outer.heads.append({"path": self.path, **{k.lower(): v for k, v in self.headers.items()}})
                         number = len(outer.bodies) - 1
                         outer.flying += 1
                         outer.most = max(outer.most, outer.flying)

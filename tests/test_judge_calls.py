@@ -252,3 +252,27 @@ def test_an_asynchronous_client_serves_as_well() -> None:
     with Endpoint() as endpoint:
         client = AsyncOpenAI(api_key="none", base_url=endpoint.url, default_headers={"x-team": "a"})
         assert len(judge(episodes(2), client, config())) == 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_every_call_of_every_thread_is_sent_as_the_client_was_set_up(chosen: bool) -> None:
+    import httpx2
+    from openai import OpenAI
+
+    sent: list[str] = []
+    with Endpoint(delay=0.02) as endpoint:
+        more: dict[str, Any] = {}
+        if chosen:
+            more["http_client"] = httpx2.Client(event_hooks={"request": [lambda r: sent.append(str(r.url))]})
+        client = OpenAI(
+            api_key="key", base_url=endpoint.url, organization="org", default_headers={"X-Team": "ours"},
+            default_query={"api-version": "1"}, **more,
+        )  # fmt: skip
+        judged = run(episodes(12), client, config(concurrency=4))
+    assert not judged.reasons and len(endpoint.heads) == 12
+    for head, body in zip(endpoint.heads, endpoint.bodies, strict=True):
+        assert head["authorization"] == "Bearer key" and head["x-team"] == "ours"
+        assert head["openai-organization"] == "org" and head["content-type"] == "application/json"
+        assert head["path"].endswith("/v1/chat/completions?api-version=1") and body["model"] == "m"
+    assert len({json.dumps(body["messages"]) for body in endpoint.bodies}) == 12
+    assert len(sent) == (12 if chosen else 0)  # a client that the caller chose is the one that is used

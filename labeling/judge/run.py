@@ -382,7 +382,7 @@ class _Landing:
             return []
         have = {label.step for label in self.labels.get(unit.trajectory.id, ())}
         meta = {"rubric": self.rubric.name, "rubric_version": self.rubric.version, "rubric_sha256": self.rubric.sha256}
-        made = []
+        made, now = [], time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         for said in zip(*votes, strict=True):
             if said[0].step in have:
                 continue
@@ -395,7 +395,7 @@ class _Landing:
             made.append(
                 StepLabel(
                     unit.trajectory.id, first.step, score, self.source, weight=float(len(said)), note=first.reason,
-                    time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    time=now,
                     meta={**meta, **({"error": first.error} if first.error else {}), **more},
                 )
             )  # fmt: skip
