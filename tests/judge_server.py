@@ -45,7 +45,7 @@ def good(body: dict[str, Any], number: int) -> Answer:
 class Endpoint:
     """Answers `POST /v1/chat/completions` by `script(body, number)`, other paths by `routes(method, path, body)`.
 
-    Keeps the request bodies and their headers (lower case, and the path), and the most requests that were in flight at once.
+    Keeps the request bodies, their headers (lower case, and the path), and the most requests in flight at once.
     """
 
     def __init__(self, script: Callable[[dict[str, Any], int], Answer] = good, delay: float = 0.0,
