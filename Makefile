@@ -9,7 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/prm demo --out runs/demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
