@@ -15,9 +15,10 @@ settings.load_profile("steady")
 
 # Files of many seconds go first, so that no core is left with one of them at the end.
 LONG = (
-    "test_model", "test_annotate_pages", "test_annotate_browser", "test_remote", "test_serve", "test_run", "test_ppo",
-    "test_distill", "test_published", "test_judge_money", "test_judge_batch", "test_notebooks", "test_serve_schema",
-    "test_montecarlo", "test_export", "test_foreign", "test_sft", "test_roles", "test_shared", "test_parallel",
+    "test_export", "test_model", "test_annotate_pages", "test_annotate_browser", "test_remote", "test_serve",
+    "test_run", "test_ppo", "test_distill", "test_published", "test_judge_money", "test_judge_batch",
+    "test_notebooks", "test_serve_schema", "test_montecarlo", "test_foreign", "test_sft", "test_roles",
+    "test_shared", "test_parallel",
 )  # fmt: skip
 
 
