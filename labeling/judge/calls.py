@@ -179,6 +179,12 @@ class Caller:
             client._build_request = _built_once(client)  # type: ignore[method-assign]
         return client
 
+    def disconnect(self) -> None:
+        """Close this thread's own connection, if there is one; a later call makes another."""
+        if (client := getattr(self._own, "client", None)) is not None:
+            self._own.client = None
+            client.close()
+
     # --- what is sent ---
 
     def body(self, job: Job, cap: int, form: str | None = None) -> dict[str, Any]:
@@ -498,6 +504,7 @@ def _run_jobs(caller: Caller, jobs: Sequence[Job], done: Callable[[int, Result],
             caller.stop.set()
             results.put(error)
         finally:
+            caller.disconnect()
             results.put(None)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(caller.limit.most, len(jobs)))]
