@@ -64,10 +64,8 @@ def main() -> None:
             whole = db.execute("PRAGMA integrity_check").fetchone()[0]
     missing = sum((items[n].id, k) not in there for n in range(CLIENTS) for k in acknowledged[n])
     twice = sum(count > 1 for count in there.values())
-    print(
-        f"{kills} kills, {sum(map(len, acknowledged))} acknowledged, {len(there)} rows, {sum(resent)} sends failed, "
-        f"missing {missing}, twice {twice}, integrity {whole}"
-    )
+    print(f"{kills} kills, {sum(map(len, acknowledged))} acknowledged, {len(there)} rows, {sum(resent)} sends failed, "
+          f"missing {missing}, twice {twice}, integrity {whole}")
     bad = missing + twice + (whole != "ok")
     print(json.dumps({"name": "annotate_kill_lost", "value": bad, "target": 0, "better": "lower", "unit": "labels"}))
 

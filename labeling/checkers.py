@@ -108,7 +108,7 @@ def number(text: str) -> Fraction | None:
 
 
 def judge(text: str, gold: str, checker: Callable[[str, str], bool] = numeric) -> str:
-    """ "right", "wrong" or "no answer"."""
+    """"right", "wrong" or "no answer"."""
     answer = final_answer(text)
     if answer is None:
         return NO_ANSWER

@@ -203,7 +203,9 @@ def _labelled(
                 labels[label.trajectory_id].append(label)
     unlabelled = [[one for one in group if not labels[one.id]] for group in groups]
     left = [group for group in unlabelled if group]
-    limits = Limits(config.batch, config.max_steps, config.budget, config.budget_tokens, config.workers, config.timeout)
+    limits = Limits(
+        config.batch, config.max_steps, config.budget, config.budget_tokens, config.workers, config.timeout
+    )
     sampling = [getattr(getattr(policy, "config", policy), name, None) for name in SAMPLING]
     mark = hashlib.sha256(repr([source, config.seed, config.max_steps, *sampling]).encode()).hexdigest()[:8]
     journal = Journal(None if out is None else Path(f"{out}.continuations"), mark)

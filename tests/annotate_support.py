@@ -24,7 +24,7 @@ from prm.records import Step, StepLabel, Trajectory, append_jsonl
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 HOSTILE = [
     'if a<b and c>d: return "<b>x</b>"',
-    '<think>check 2<3</think> then <tool_call>\n{"name": "f", "arguments": {"x": "${1+1}"}}\n</tool_call>',
+    "<think>check 2<3</think> then <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"${1+1}\"}}\n</tool_call>",
     "<img src=x onerror=\"document.title='pwned'\">",
     "[click](javascript:alert(1)) ![i](http://evil.example/i.png)",
     "$\\frac{a}{b}$ costs $5 ${document.title='pwned'} {{constructor.constructor('return 1')()}}",

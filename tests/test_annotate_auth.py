@@ -21,10 +21,8 @@ def test_a_hash_is_salted_slow_to_make_and_checks():
 
 def test_the_users_file(tmp_path):
     path = tmp_path / "users.toml"
-    path.write_text(
-        f'[ana]\npassword = "{hash_password("x")}"\n["bo@x.org"]\npassword = "{hash_password("y")}"\n'
-        'role = "reviewer"\n'
-    )
+    path.write_text(f'[ana]\npassword = "{hash_password("x")}"\n["bo@x.org"]\npassword = "{hash_password("y")}"\n'
+                    'role = "reviewer"\n')
     found = read_users(str(path))
     assert {name: user.role for name, user in found.items()} == {"ana": "annotator", "bo@x.org": "reviewer"}
 

@@ -22,13 +22,8 @@ def run(*argv, places=()):
     return parse("try", "tries", places, [Config], argv)[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("c.yaml", "out: f\nrate: 2\nfast: true\nnames: [x, y]\n"),
-        ("c.toml", 'out = "f"\nrate = 2\nfast = true\nnames = ["x", "y"]\n'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [("c.yaml", "out: f\nrate: 2\nfast: true\nnames: [x, y]\n"),
+                                            ("c.toml", 'out = "f"\nrate = 2\nfast = true\nnames = ["x", "y"]\n')])
 def test_flags_win_over_the_file(tmp_path, name, text):
     file = tmp_path / name
     file.write_text(text)
@@ -70,13 +65,8 @@ def test_a_missing_config_is_named(tmp_path):
 
 
 def test_positionals(capsys):
-    places, _ = parse(
-        "try",
-        "tries",
-        [Positional("one", "x"), Positional("rest", "y", many=True)],
-        [Config],
-        ["a", "b", "c", "--out", "o"],
-    )
+    places, _ = parse("try", "tries", [Positional("one", "x"), Positional("rest", "y", many=True)], [Config],
+                      ["a", "b", "c", "--out", "o"])
     assert (places.one, places.rest) == ("a", ["b", "c"])
     with pytest.raises(SystemExit):
         run("--help")

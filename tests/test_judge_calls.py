@@ -276,3 +276,15 @@ def test_every_call_of_every_thread_is_sent_as_the_client_was_set_up(chosen: boo
         assert head["path"].endswith("/v1/chat/completions?api-version=1") and body["model"] == "m"
     assert len({json.dumps(body["messages"]) for body in endpoint.bodies}) == 12
     assert len(sent) == (12 if chosen else 0)  # a client that the caller chose is the one that is used
+
+
+def test_a_key_that_changes_is_the_one_that_is_sent() -> None:
+    from openai import OpenAI
+
+    keys = (f"key-{n}" for n in itertools.count())
+    with Endpoint() as endpoint:
+        client = OpenAI(api_key=lambda: next(keys), base_url=endpoint.url)
+        judged = run(episodes(6), client, config(concurrency=1))
+    sent = [head["authorization"] for head in endpoint.heads]
+    assert not judged.reasons and len(sent) == len(set(sent)) == 6
+    assert all(key.startswith("Bearer key-") for key in sent)

@@ -447,7 +447,7 @@ def test_the_expert_solves_every_question_from_what_it_has_seen():
                 action = expert.act([history])[0]
                 named = action.text.removeprefix("answer: ")
                 if action.text.startswith("search"):
-                    named = next(e for e in q.entities[len(history.actions) :] if action.text.endswith(f" {e}"))
+                    named = next(e for e in q.entities[len(history.actions):] if action.text.endswith(f" {e}"))
                 assert any(named in text for text in (task, *history.observations))
                 observation, reward, done, _, info = envs[split].step(action.text)
                 assert reward == (2.0 if done else 0.0)

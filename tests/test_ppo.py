@@ -180,9 +180,8 @@ def test_longer_observations_change_no_advantage(tokenizer, length):
     one = sample(policy, episode, [0.3, 0.0, 0.7])
     got = gae(one.rewards, torch.zeros(6), 0.0, 0.95, 0.9)
     d = 0.95 * 0.9
-    assert got.tolist() == pytest.approx(
-        [0.3 * d**2 + 0.7 * d**5, 0.3 * d + 0.7 * d**4, 0.3 + 0.7 * d**3, 0.7 * d**2, 0.7 * d, 0.7]
-    )
+    assert got.tolist() == pytest.approx([0.3 * d**2 + 0.7 * d**5, 0.3 * d + 0.7 * d**4, 0.3 + 0.7 * d**3,
+                                          0.7 * d**2, 0.7 * d, 0.7])
 
 
 def updated(tokenizer, micro_tokens, lora=None, samples=None, **options):
@@ -197,7 +196,9 @@ def updated(tokenizer, micro_tokens, lora=None, samples=None, **options):
                 parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1
     samples = samples or [sample(policy, e, [0.1, -0.2, float(i % 2)]) for i, e in enumerate(played(policy))]
     config = PPOConfig(out="", minibatch=4, micro_tokens=micro_tokens, critic_warmup=0, **options)
-    optimisers = {role: torch.optim.SGD(roles.parameters(role).values(), lr=0.1) for role in ("policy", "critic")}
+    optimisers = {
+        role: torch.optim.SGD(roles.parameters(role).values(), lr=0.1) for role in ("policy", "critic")
+    }
     measured = learn(samples, roles, optimisers, config, 0.01, 5)
     return {k: v.detach().clone() for role in optimisers for k, v in roles.parameters(role).items()}, measured
 
@@ -238,20 +239,8 @@ class Say:
 
 
 def test_a_task_with_a_known_optimum_is_solved(tokenizer, tmp_path):
-    config = PPOConfig(
-        out=str(tmp_path / "run"),
-        updates=20,
-        episodes=48,
-        lr=6e-3,
-        critic_lr=6e-3,
-        process_weight=0.0,
-        repeat_penalty=0.0,
-        eval_episodes=60,
-        kl=0.0,
-        kl_adaptive=False,
-        seed=1,
-        boards=("none",),
-    )
+    config = PPOConfig(out=str(tmp_path / "run"), updates=20, episodes=48, lr=6e-3, critic_lr=6e-3, process_weight=0.0,
+                       repeat_penalty=0.0, eval_episodes=60, kl=0.0, kl_adaptive=False, seed=1, boards=("none",))
     result = train(tiny(tokenizer, seed=3), Say, None, config)
     assert result.metrics[0]["success"] < 0.5
     assert result.success > 0.9
@@ -264,9 +253,8 @@ def scorer(trajectories):
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tokenizer, tmp_path):
     def go(out, updates):
-        config = PPOConfig(
-            out=str(out), updates=updates, episodes=8, lr=1e-3, save_every=2, eval_episodes=0, audit_every=2, audit=4
-        )
+        config = PPOConfig(out=str(out), updates=updates, episodes=8, lr=1e-3, save_every=2, eval_episodes=0,
+                           audit_every=2, audit=4)
         return train(tiny(tokenizer), Chatty, scorer, config)
 
     whole = go(tmp_path / "whole", 4)
@@ -305,9 +293,8 @@ def test_a_lora_run_comes_back_from_disk_as_it_was(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "base")
     options = PolicyConfig(str(tmp_path / "base"), max_action_tokens=4)
     trained = TransformersPolicy.load(str(tmp_path / "base"), options)
-    config = PPOConfig(
-        out=str(tmp_path / "run"), updates=1, episodes=8, lora_rank=4, lr=1e-2, critic_warmup=0, eval_episodes=0
-    )
+    config = PPOConfig(out=str(tmp_path / "run"), updates=1, episodes=8, lora_rank=4, lr=1e-2, critic_warmup=0,
+                       eval_episodes=0)
     train(trained, Chatty, scorer, config)
     again = TransformersPolicy.load(str(tmp_path / "run" / "policy"), options)
     trained.generator.forget()
@@ -418,10 +405,5 @@ def test_ppo_config_keeps_the_reward_defaults():
     config = PPOConfig(out="x")
     assert replace(config) == config
     assert (config.process_weight, config.outcome_weight, config.repeat_penalty, config.kl, config.lr) == (
-        0.3,
-        1.0,
-        -0.1,
-        0.01,
-        1e-6,
-    )
+        0.3, 1.0, -0.1, 0.01, 1e-6)
     assert config.shape == RewardConfig().shape == "progress"

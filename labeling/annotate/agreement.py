@@ -121,7 +121,9 @@ def error_type_agreement(
         both = sum(a and b for a, b in pairs)
         named = sum(a + b for a, b in pairs)
         agree = 2 * both / named if named else None
-        rows.append({"type": name, "steps": named - both, "both": both, "agree": agree, "kappa": cohen_kappa(pairs)})
+        rows.append(
+            {"type": name, "steps": named - both, "both": both, "agree": agree, "kappa": cohen_kappa(pairs)}
+        )
     return rows
 
 

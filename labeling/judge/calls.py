@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from labeling.judge.connections import Connections
 from labeling.judge.money import Budget, Ledger, Price, Usage
 from labeling.judge.prompt import schema
 from labeling.judge.reply import ReplyError, Verdict, parse_reply
@@ -155,35 +156,7 @@ class Caller:
         self._dropped: set[str] = set()
         self._ids = itertools.count(1 + max((int(row.get("id") or 0) for row in ledger.rows), default=0))
         self._lock = threading.Lock()
-        self._own = threading.local()
-        self._tls: Any = None
-
-    def connection(self) -> OpenAI:
-        """The client for this thread.
-
-        A pool that all threads share looks through all its connections at each call, which costs more than the rest of
-        a call. So each thread has a client with a connection of its own, whose requests are built from its first one;
-        not where the caller chose how to connect, or the client is no plain one (Azure).
-        """
-        import httpx2
-        from openai import DefaultHttpxClient, OpenAI
-        from openai._base_client import SyncHttpxClientWrapper  # what a client has that was given none
-
-        if type(self.client) is not OpenAI or type(self.client._client) is not SyncHttpxClientWrapper:
-            return self.client
-        if (client := getattr(self._own, "client", None)) is None:
-            with self._lock:
-                self._tls = self._tls or httpx2.create_ssl_context()
-            own = DefaultHttpxClient(verify=self._tls, base_url=self.client.base_url, timeout=self.client.timeout)
-            client = self._own.client = self.client.with_options(http_client=own)
-            client._build_request = _built_once(client)  # type: ignore[method-assign]
-        return client
-
-    def disconnect(self) -> None:
-        """Close this thread's own connection, if there is one; a later call makes another."""
-        if (client := getattr(self._own, "client", None)) is not None:
-            self._own.client = None
-            client.close()
+        self.connections = Connections(self.client)
 
     # --- what is sent ---
 
@@ -301,7 +274,7 @@ class Caller:
         nothing = Usage()
         try:
             # as chat.completions.create, without its walk through typed parameters and reply
-            text = self.connection().post("/chat/completions", cast_to=str, body=self.body(job, cap, form))
+            text = self.connections.get().post("/chat/completions", cast_to=str, body=self.body(job, cap, form))
         except openai.APITimeoutError:
             return Result("timeout", detail="no reply in time"), None, None, "retry"
         except openai.APIStatusError as error:
@@ -381,26 +354,6 @@ class Caller:
     def _break(self, error: UsageError) -> None:
         self.fatal = self.fatal or error
         self.stop.set()
-
-
-def _built_once(client: OpenAI) -> Callable[..., Any]:
-    """A `_build_request` for requests that differ in nothing but their JSON: URL and headers are made once a key."""
-    import httpx2
-
-    whole, made = client._build_request, dict[str, tuple[Any, list[tuple[str, str]]]]()
-
-    def build(options: Any, **more: Any) -> Any:
-        if client.api_key not in made:
-            first = whole(options, **more)
-            headers = [(k, v) for k, v in first.headers.multi_items() if k.lower() != "content-length"]
-            made.clear()
-            made[client.api_key] = (first, headers)
-            return first
-        first, headers = made[client.api_key]
-        content = dump_json(options.json_data)
-        return httpx2.Request("POST", first.url, headers=headers, content=content, extensions=first.extensions)
-
-    return build
 
 
 def told_again(job: Job, result: Result) -> Job:
@@ -504,7 +457,7 @@ def _run_jobs(caller: Caller, jobs: Sequence[Job], done: Callable[[int, Result],
             caller.stop.set()
             results.put(error)
         finally:
-            caller.disconnect()
+            caller.connections.close()
             results.put(None)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(caller.limit.most, len(jobs)))]
