@@ -8,9 +8,12 @@ from prm import Step, StepLabel, Trajectory, append_jsonl, read_jsonl
 from prm.cli import main
 from prm.errors import DataError, UsageError
 from prm.model import PRM
+from prm.serve.app import app
+from prm.serve.config import ServeConfig
 from rl.rewards import load_frozen
 from rl.run import frozen_reward
 from tests import tiny
+from tests.test_remote import running
 
 ENV = "tests.test_run:Shop"
 TOOLS = [{"name": "refund", "parameters": {"type": "object", "properties": {"text": {"type": "string"}},
@@ -44,6 +47,12 @@ def base(tmp_path_factory):
     return tiny.checkpoint(tmp_path_factory.mktemp("base"), init=0.02)
 
 
+def ppo(base, out, *more):
+    """The command line of one small update."""
+    argv = ["ppo", "--env", ENV, "--policy", base, "--layout", "plain", "--out", str(out), "--boards", "none"]
+    return [*argv, "--updates", "1", "--episodes", "4", "--minibatch", "4", "--max-action-tokens", "4", *more]
+
+
 @pytest.fixture(scope="module")
 def prm(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prm") / "prm"
@@ -57,21 +66,9 @@ def run(base, prm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     expert = [Trajectory(f"case {i}", (Step("ok", "done"), Step("yes", "done")), 1.0) for i in range(4)]
     append_jsonl(folder / "expert.jsonl", expert)
-    argv = ["ppo", "--env", ENV, "--policy", base, "--layout", "plain", "--out", str(folder / "run"), "--updates", "1"]
-    argv += [
-        "--episodes",
-        "4",
-        "--minibatch",
-        "4",
-        "--eval-episodes",
-        "4",
-        "--max-action-tokens",
-        "4",
-        "--boards",
-        "none",
-    ]
-    argv += ["--prm", prm, "--critic-from-prm", "--lora-rank", "2", "--warm-start", str(folder / "expert.jsonl")]
-    argv += ["--checks", "arguments", "--rules", 'refund.text contains "all" -> ask', "--retries", "1"]
+    argv = ppo(base, folder / "run", "--eval-episodes", "4", "--prm", prm, "--critic-from-prm", "--lora-rank", "2")
+    argv += ["--warm-start", str(folder / "expert.jsonl"), "--checks", "arguments"]
+    argv += ["--rules", 'refund.text contains "all" -> ask', "--retries", "1"]
     assert main(argv) == 0
     return folder / "run"
 
@@ -160,20 +157,7 @@ def test_the_frozen_reward_is_that_of_training(run, prm, tmp_path):
     ],
 )
 def test_bad_options_are_one_line(base, tmp_path, capsys, more, says):
-    argv = [
-        "ppo",
-        "--env",
-        ENV,
-        "--policy",
-        base,
-        "--layout",
-        "plain",
-        "--out",
-        str(tmp_path / "run"),
-        "--updates",
-        "1",
-    ]
-    argv += ["--episodes", "4", "--eval-episodes", "0", "--process-weight", "0"]
+    argv = ppo(base, tmp_path / "run", "--eval-episodes", "0", "--process-weight", "0")
     assert main([*argv, *more]) == 2
     err = capsys.readouterr().err.strip()
     assert says in err and len(err.splitlines()) == 1
@@ -185,43 +169,30 @@ def test_run_without_a_run(tmp_path, capsys):
     assert "holds no reward.json" in capsys.readouterr().err
 
 
-def test_the_loop_closes(run, base, tmp_path):
-    """audit.jsonl -> labels -> distill: what training found is labelled again."""
-    from rl.monitor import audit
+def test_a_served_prm_trains_like_the_same_one_here(base, prm, tmp_path):
+    """`--prm URL`: the reward of each step crosses the network and nothing else changes."""
+    more = ["--eval-episodes", "0", "--seed", "3"]
+    with running(app(PRM.load(prm), ServeConfig())) as url:
+        assert main(ppo(base, tmp_path / "far", "--prm", url, *more)) == 0
+    assert main(ppo(base, tmp_path / "near", "--prm", prm, *more)) == 0
+    far, near = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("far", "near"))
+    far, near = json.loads(far), json.loads(near)
+    assert near["reward_process"] != 0
+    for name in ("reward", "reward_process", "score_success", "score_failure", "value_loss", "entropy"):
+        assert far[name] == pytest.approx(near[name], abs=1e-5), name
+    frozen = [json.loads((tmp_path / name / "reward.json").read_text()) for name in ("far", "near")]
+    assert frozen[0]["prm_fingerprint"] == frozen[1]["prm_fingerprint"] and frozen[0]["prm"] == url
 
-    assert audit is not None
-    argv = [
-        "ppo",
-        "--env",
-        ENV,
-        "--policy",
-        base,
-        "--layout",
-        "plain",
-        "--out",
-        str(tmp_path / "run"),
-        "--updates",
-        "1",
-    ]
-    argv += [
-        "--episodes",
-        "4",
-        "--eval-episodes",
-        "0",
-        "--process-weight",
-        "0",
-        "--audit-every",
-        "1",
-        "--boards",
-        "none",
-    ]
-    assert main([*argv, "--max-action-tokens", "4"]) == 0
-    found = read_jsonl(tmp_path / "run" / "audit.jsonl", Trajectory)
+
+def test_the_loop_closes(base, prm, tmp_path):
+    """audit.jsonl -> labels -> distill: what training found is labelled again, and refreshes the PRM."""
+    argv = ppo(base, tmp_path / "run", "--eval-episodes", "0", "--process-weight", "0", "--audit-every", "1")
+    assert main(argv) == 0
+    audit = tmp_path / "run" / "audit.jsonl"
+    found = read_jsonl(audit, Trajectory)
     assert found
-    append_jsonl(
-        tmp_path / "l.jsonl", [StepLabel(t.id, i, i % 2, "human:ana") for t in found for i in range(len(t.steps))]
-    )
-    out = str(tmp_path / "prm")
-    argv = ["distill", str(tmp_path / "run" / "audit.jsonl"), str(tmp_path / "l.jsonl"), "--base", base, "--out", out]
+    rows = [StepLabel(t.id, i, i % 2, "human:ana") for t in found for i in range(len(t.steps))]
+    append_jsonl(tmp_path / "l.jsonl", rows)
+    argv = ["distill", str(audit), str(tmp_path / "l.jsonl"), "--from", prm, "--out", str(tmp_path / "prm")]
     assert main([*argv, "--epochs", "1", "--holdout", "0", "--calibration", "none"]) == 0
-    PRM.load(out)
+    assert PRM.load(tmp_path / "prm").score(found) != PRM.load(prm).score(found)
