@@ -156,7 +156,9 @@ class EndpointPolicy:
 
     With the layouts "chat" and "auto" an episode is a chat: the task is a user turn, actions are assistant turns, tool
     results go back as tool turns. With "text" the task and the steps so far are sent, byte for byte, to the plain
-    completions route, which continues them; a chat route cannot do that and is not asked to.
+    completions route, which continues them; a chat route cannot do that and is not asked to. There a stop text is not
+    sent, as endpoints drop the text that they stop at: the reply is cut after it here, and what follows was sampled for
+    nothing, so `max_action_tokens` should be little more than a step takes.
 
     A call that still fails after the client's retries is an action with finish "error".
 
@@ -177,8 +179,8 @@ class EndpointPolicy:
             raise UsageError(f"temperature must be >= 0, got {config.temperature}")
         if config.layout == "plain":
             raise UsageError("an endpoint has the layouts chat and text")
-        if config.stop:
-            raise UsageError("endpoints drop the text they stop at, so a step would lose bytes: leave --stop out")
+        if config.stop and config.layout != "text":
+            raise UsageError("--stop ends the steps of a text: with an endpoint it needs --layout text")
         self.client, self.model, self.config = client, model, config
         self.name, self.temperature = f"openai:{model}", config.temperature
         self.errors: list[str] = []
@@ -219,6 +221,9 @@ class EndpointPolicy:
             self.sampled_tokens += reply.usage.completion_tokens
         text = choice.text if config.layout == "text" else _action_text(choice.message)
         finish = {"length": "length", "content_filter": "error"}.get(choice.finish_reason or "stop", "stop")
+        ends = [text.index(stop) + len(stop) for stop in config.stop if stop in text]
+        if ends and finish != "error":
+            text, finish = text[: min(ends)], "stop"
         return Action(text, finish=finish)
 
     def _messages(self, history: History) -> list[dict[str, Any]]:

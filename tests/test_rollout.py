@@ -177,8 +177,31 @@ def test_a_prefix_is_continued_byte_for_byte(endpoint, prefix):
     policy.act([History("Solve.\n", (Action(prefix),), ("",))])
     path, body = seen[0]
     assert path == "/v1/completions" and body["prompt"] == "Solve.\n" + prefix
-    with pytest.raises(UsageError, match="would lose bytes"):
-        EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, layout="text", stop=("\n\n",)))
+    assert "stop" not in body
+
+
+@pytest.mark.parametrize(
+    ("reply", "finish_reason", "text", "finish"),
+    [
+        ("3 + 4 = 7\n7 * 5", "length", "3 + 4 = 7\n", "stop"),
+        ("#### 35\n\nQuestion: x\n", "stop", "#### 35\n", "stop"),
+        ("so 5; then\n", "stop", "so 5; ", "stop"),
+        ("\n", "stop", "\n", "stop"),
+        ("no end in", "length", "no end in", "length"),
+        ("no end", "stop", "no end", "stop"),
+        ("", "stop", "", "stop"),
+        ("filtered\nand more", "content_filter", "filtered\nand more", "error"),
+    ],
+)
+def test_a_step_at_an_endpoint_ends_after_its_stop_text(endpoint, reply, finish_reason, text, finish):
+    url, seen, replies = endpoint
+    replies.append((200, {"content": reply, "finish_reason": finish_reason}))
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, layout="text", stop=("\n", "; ")))
+    (action,) = policy.act([History("Solve.\n")])
+    assert (action.text, action.finish) == (text, finish)
+    assert "stop" not in seen[0][1], "an endpoint would drop it, and so would the step"
+    with pytest.raises(UsageError, match="needs --layout text"):
+        EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, stop=("\n",)))
 
 
 def test_how_a_call_ended_is_kept(endpoint):
