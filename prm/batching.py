@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prm.config import option, progress, save
 from prm.errors import DataError, ModelError, UsageError
-from prm.records import StepLabel, Trajectory, append_jsonl, iter_jsonl
+from prm.records import StepLabel, Trajectory, append_jsonl, iter_jsonl, mend
 
 if TYPE_CHECKING:
     import torch
@@ -283,6 +283,7 @@ def score_file(model: str, trajectories: str, config: ScoreConfig) -> int:
     # Before a model is loaded, so before another process of the same launch writes.
     done: dict[str, int] = {}
     by: set[object] = set()
+    mend(config.out)
     for label in iter_jsonl(config.out, StepLabel) if Path(config.out).exists() else ():
         by.add(label.meta.get("model"))
         done[label.trajectory_id] = max(done.get(label.trajectory_id, 0), label.step + 1)

@@ -100,23 +100,34 @@ def rollout(argv: list[str]) -> int:
     """play episodes of a policy in an environment"""
     from prm.config import progress
     from prm.env import EnvConfig
-    from prm.records import Writer
+    from prm.records import Writer, mend
     from rl.policies import PolicyConfig, load_policy
     from rl.rollout import RolloutConfig, episodes, failed_action
 
     description = rollout.__doc__ or ""
     _, where, policy_config, config = parse("rollout", description, [], [EnvConfig, PolicyConfig, RolloutConfig], argv)
     make = where.factory()
-    there = read_jsonl(config.out, Trajectory) if Path(config.out).exists() else []
-    done = {t.meta.get("seed") for t in there}
-    seeds = [s for s in range(config.seed, config.seed + config.n) if s not in done]
+    if config.n < 0:
+        raise UsageError(f"--n must be >= 0, got {config.n}")
+    mend(config.out)
+    wanted = range(config.seed, config.seed + config.n)
+    found = read_jsonl(config.out, Trajectory) if Path(config.out).exists() else []
+    there = [t for t in found if t.meta.get("seed") in wanted]
+    meta = {"env": where.env, "env_args": where.env_args, "policy": policy_config.policy}
+    for t in there:
+        if other := {k: t.meta[k] for k, v in meta.items() if t.meta.get(k, v) != v}:
+            raise UsageError(
+                f"{config.out}: holds an episode of seed {t.meta['seed']} with {other}, and this run has "
+                f"{ {k: meta[k] for k in other} }: give another --out or --seed"
+            )
+    done = {t.meta["seed"] for t in there}
+    seeds = [s for s in wanted if s not in done]
     policy = load_policy(policy_config) if seeds else None
     if policy:
         save(config.out, "rollout", where, policy_config, config)
     bar = progress(config.n, "rollout", "episode", initial=config.n - len(seeds))
     good, failed = [t.outcome for t in there if t.outcome is not None], 0
     played = episodes(policy, make, seeds, batch=config.batch, max_steps=config.max_steps) if policy else ()
-    meta = {"env": where.env, "env_args": where.env_args, "policy": policy_config.policy}
     with Writer(config.out) as writer:
         for _, episode in played:
             if failed_action(episode):

@@ -23,6 +23,8 @@ from prm.errors import DataError
 
 Record = TypeVar("Record", "Trajectory", "StepLabel")
 
+DEEPEST = 100  # levels of meta; copying and writing it recurse
+
 
 @dataclass(frozen=True)
 class Step:
@@ -299,6 +301,21 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{path}: is a directory, expected a JSON Lines file") from None
 
 
+def mend(path: str | os.PathLike[str]) -> None:
+    """Remove the torn last line that a crash left in a file that is to be gone on with; no file is fine."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        raise DataError(f"{path}: is a directory, expected a JSON Lines file") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        _mend_tail(handle, path)
+    finally:
+        os.close(handle)
+
+
 def _mend_tail(handle: int, path: str | os.PathLike[str]) -> int:
     """Give a file without a final newline one, or cut its torn last line. Returns the size."""
     size = os.fstat(handle).st_size
@@ -349,9 +366,17 @@ def _json_mapping(meta: Any) -> dict[str, Any]:
         raise DataError(f"meta must be an object, got {_short(meta)}")
     try:
         json.dumps(dict(meta), allow_nan=False)
+    except RecursionError:
+        raise DataError(f"meta is nested deeper than {DEEPEST} levels") from None
     except (TypeError, ValueError) as error:
         raise DataError(f"meta must hold JSON values only: {error}") from None
-    return copy.deepcopy(dict(meta))
+    level: list[Any] = [meta]
+    for _ in range(DEEPEST):
+        level = [v for one in level for v in (one.values() if isinstance(one, Mapping) else one)
+                 if isinstance(v, Mapping | list | tuple)]  # fmt: skip
+        if not level:
+            return copy.deepcopy(dict(meta))
+    raise DataError(f"meta is nested deeper than {DEEPEST} levels")
 
 
 def _checked_keys(cls: type, row: Mapping[str, Any], required: tuple[str, ...]) -> dict[str, Any]:

@@ -61,7 +61,11 @@ class RemotePRM:
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0, retries: int = 8) -> None:
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise UsageError(f"{url!r}: expected an address such as http://localhost:8000: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r}: expected an address such as http://localhost:8000")
         if timeout <= 0 or retries < 0:
@@ -95,8 +99,14 @@ class RemotePRM:
             results = answer.get("results") if isinstance(answer, dict) else None
             if not isinstance(results, list) or len(results) != count:
                 raise ModelError(f"{self.url}/score: expected {count} results, got {str(answer)[:80]}")
-            out += [[float(s) for s in result["scores"]] for result in results]
-            self._version = str(answer["version"])
+            try:
+                own = [[float(s) for s in result["scores"]] for result in results]
+                self._version = str(answer["version"])
+            except (KeyError, TypeError, ValueError):
+                raise ModelError(f"{self.url}/score: expected scores and a version, got {str(answer)[:80]}") from None
+            if wrong := [s for one in own for s in one if not 0 <= s <= 1]:
+                raise ModelError(f"{self.url}/score: expected scores in [0, 1], got {wrong[0]}")
+            out += own
         for trajectory, own in zip(trajectories, out, strict=True):
             if len(own) != len(trajectory.steps):
                 raise ModelError(f"{self.url}/score: {len(own)} scores for {len(trajectory.steps)} steps")

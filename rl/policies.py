@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,13 @@ class PolicyConfig:
 def load_policy(config: PolicyConfig) -> Any:
     """The policy that the command line names. Raises UsageError or ModelError when there is none."""
     name = config.policy
+    if not 0 < config.top_p <= 1:
+        raise UsageError(f"top_p must lie in (0, 1], got {config.top_p}")
+    if not 0 <= config.temperature < math.inf:
+        raise UsageError(f"temperature must be >= 0, got {config.temperature}")
+    if config.max_action_tokens < 1 or config.concurrency < 1:
+        least = f"{config.max_action_tokens} and {config.concurrency}"
+        raise UsageError(f"max_action_tokens and concurrency must be at least 1, got {least}")
     if name.startswith("openai:"):
         return EndpointPolicy(name.removeprefix("openai:"), config)
     if Path(name).exists() or ":" not in name:
@@ -93,12 +101,15 @@ class TransformersPolicy:
                 if (folder / "adapter_config.json").exists():
                     from peft import AutoPeftModelForCausalLM
 
-                    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
+                    model, missing = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype), set()
                 else:
-                    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+                    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+                    missing = set(info["missing_keys"])
                 tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: no policy can be loaded: {str(error).splitlines()[0]}") from error
+        if missing:
+            raise ModelError(f"{path}: no language model: the checkpoint lacks {', '.join(sorted(missing)[:3])}")
         if torch.cuda.is_available():
             model = model.to("cuda")
         return cls(model, tokenizer, config)

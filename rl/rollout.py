@@ -69,6 +69,8 @@ def episodes(
     salt: int = 0,
 ) -> Iterable[tuple[int, Episode]]:
     """Like `rollout`, giving (index in seeds, finished episode) as they end."""
+    if batch < 1 or max_steps < 1:
+        raise UsageError(f"batch and max_steps must be at least 1, got {batch} and {max_steps}")
     if callable(env) or isinstance(env, str):
         make = env_factory(env)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 from prm.config import option, progress, save
 from prm.env import EnvConfig
 from prm.errors import UsageError
-from prm.records import Trajectory, Writer, read_jsonl
+from prm.records import Trajectory, Writer, mend, read_jsonl
 from rl.guard import GuardConfig, guarded
 from rl.policies import PolicyConfig, TransformersPolicy, load_policy
 from rl.rewards import Reward, load_frozen
@@ -144,13 +144,14 @@ def run(where: EnvConfig, acting: PolicyConfig, guard: GuardConfig, config: RunC
         reward = frozen_reward(config.like)
     asking = config.approve and sys.stdin.isatty()
     make = guarded(where.factory(), guard, _ask if asking else None)
+    mend(config.out)
     there = read_jsonl(config.out, Trajectory) if Path(config.out).exists() else []
     done = {t.meta.get("seed") for t in there}
     seeds = [s for s in range(config.seed, config.seed + config.n) if s not in done]
     policy = load_policy(acting) if seeds else None
     save(config.out, "run", where, acting, guard, config)
     bar = progress(config.n, "run", "episode", initial=config.n - len(seeds))
-    counts = dict.fromkeys(("success", "blocked", "failed", "steps", "lost"), 0.0)
+    counts = dict.fromkeys(("success", "known", "blocked", "failed", "steps", "lost"), 0.0)
     meta = {"env": where.env, "policy": acting.policy, "guard": list(guard.rules)}
     size = 1 if asking else config.batch
     with Writer(config.out) as writer:
@@ -159,6 +160,7 @@ def run(where: EnvConfig, acting: PolicyConfig, guard: GuardConfig, config: RunC
             if failed_action(episode):
                 counts["lost"] += 1
                 continue
+            counts["known"] += episode.outcome is not None
             counts["success"] += episode.outcome or 0.0
             counts["steps"] += len(episode.infos)
             counts["blocked"] += sum(bool(info.get("blocked")) for info in episode.infos)
@@ -174,7 +176,7 @@ def run(where: EnvConfig, acting: PolicyConfig, guard: GuardConfig, config: RunC
     played = len(seeds) - int(counts["lost"])
     if counts["lost"]:
         print(f"{int(counts['lost'])} episodes without an answer of the policy, not written", file=sys.stderr)
-    rate = counts["success"] / played if played else float("nan")
+    rate = counts["success"] / counts["known"] if counts["known"] else float("nan")
     print(
         f"{config.out}: {played} episodes, success {rate:.3f}; of {int(counts['steps'])} actions "
         f"{int(counts['blocked'])} blocked, {int(counts['failed'])} failed"

@@ -171,3 +171,18 @@ def test_meta_is_a_copy_of_json_values():
     assert record.meta == {"list": [1]}
     with pytest.raises(DataError, match="meta must hold JSON values only"):
         Trajectory("t", [], meta={"x": object()})
+
+
+@pytest.mark.parametrize("depth", [99, 100, 400, 700, 900, 5000])
+def test_meta_nested_too_deeply_is_one_line(tmp_path, depth):
+    """Also where the parser still takes it: copying and writing it would not."""
+    (tmp_path / "t.jsonl").write_text(
+        '{"task": "t", "steps": [{"action": "a"}], "meta": {"x": ' + "[" * depth + "]" * depth + "}}\n"
+    )
+    if depth < 100:
+        (t,) = read_jsonl(tmp_path / "t.jsonl", Trajectory)
+        append_jsonl(tmp_path / "again.jsonl", [t])
+        assert read_jsonl(tmp_path / "again.jsonl") == [t]
+    else:
+        with pytest.raises(DataError, match=r"t\.jsonl:1: .*nested (too deeply|deeper than 100 levels)"):
+            read_jsonl(tmp_path / "t.jsonl", Trajectory)

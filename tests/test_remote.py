@@ -168,6 +168,11 @@ def test_patience_ends(scripted):
         ((200, {"version": "w", "results": []}), "expected 1 results"),
         ((200, [1]), "expected 1 results"),
         ((200, {"version": "w", "results": [{"scores": [0.5]}]}), "1 scores for 2 steps"),
+        ((200, {"version": "w", "results": [{"scores": [5, -3]}]}), r"expected scores in \[0, 1\], got 5"),
+        ((200, b'{"version": "w", "results": [{"scores": [1e999, 0]}]}'), r"in \[0, 1\], got inf"),
+        ((200, {"version": "w", "results": [{"scores": None}]}), "expected scores and a version"),
+        ((200, {"version": "w", "results": [None]}), "expected scores and a version"),
+        ((200, {"results": [{"scores": [0.5, 0.5]}]}), "expected scores and a version"),
         ((500, b"oops"), "500: oops"),
         ((404, {"detail": "Not Found"}), "404: Not Found"),
     ],
@@ -182,7 +187,7 @@ def test_nonsense_is_no_score(scripted, answer, says):
 def test_nothing_there():
     with pytest.raises(ModelError, match="given up after 1 tries: ConnectionRefusedError"):
         RemotePRM.load("http://127.0.0.1:9", retries=0)
-    for wrong in ("ftp://x", "http://", "localhost"):
+    for wrong in ("ftp://x", "http://", "localhost", "http://h:abc", "http://h:99999", "http://[::1"):
         with pytest.raises(UsageError, match="expected an address"):
             RemotePRM(wrong)
 

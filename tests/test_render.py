@@ -251,3 +251,22 @@ def test_a_prompt_is_not_cut():
     own = tokenizer()
     with pytest.raises(DataError, match="limit is 3"):
         prompt(History("task", (), ()), own, plain_layout(own, end_turn=True), max_tokens=3)
+
+
+def test_the_time_of_windows_grows_with_the_text_and_no_faster():
+    """Counted, not clocked: what a window's size costs must not depend on its steps."""
+    from prm import render
+
+    read = 0
+
+    class Counted(render._StepIds):
+        def __getattribute__(self, name):
+            nonlocal read
+            read += name == "action"
+            return super().__getattribute__(name)
+
+    own = [Counted([1], [], [], [2], True) for _ in range(500)]
+    parts = render._Parts("x", [7, 8], own)
+    sizes = [parts.size(0, stop) for stop in range(1, 501)] + [parts.size(100, 200), parts.size(3, 3)]
+    assert sizes == [2 + 2 * stop - 1 for stop in range(1, 501)] + [201, 2]
+    assert read == 500

@@ -7,10 +7,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from prm import PRM, read_jsonl
+from prm.cli import main
 from prm.env import Action, History
-from prm.errors import EnvError, UsageError
-from rl.policies import EndpointPolicy, PolicyConfig
+from prm.errors import EnvError, ModelError, UsageError
+from rl.policies import EndpointPolicy, PolicyConfig, load_policy
 from rl.rollout import rollout
+from tests import tiny
 
 
 class Diary:
@@ -210,3 +213,48 @@ def test_how_a_call_ended_is_kept(endpoint):
     policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, concurrency=1))
     assert [a.finish for a in policy.act([History("a"), History("b"), History("c")])] == ["length", "error", "stop"]
     assert "BadRequestError" in policy.errors[0]
+
+
+def play(out, *more):
+    argv = ["rollout", "--env", "rl.envs.multihop:MultiHop", "--policy", "rl.envs.multihop:exact", "--out", str(out)]
+    return main([*argv, "--n", "3", *more])
+
+
+def test_a_torn_last_line_is_played_again(tmp_path, capsys):
+    out = tmp_path / "t.jsonl"
+    assert play(out) == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    assert play(out) == 0 and out.read_bytes() == whole
+    assert "removed a torn last line" in capsys.readouterr().err
+
+
+def test_episodes_of_another_policy_or_environment_are_not_taken_as_done(tmp_path, capsys):
+    out = tmp_path / "t.jsonl"
+    assert play(out) == 0
+    before = out.read_bytes()
+    assert play(out, "--policy", "rl.envs.multihop:sloppy") == 2
+    assert play(out, "--env-args", '{"hops": [4]}') == 2
+    for line in capsys.readouterr().err.strip().splitlines():
+        assert "holds an episode of seed 0 with" in line and "give another --out or --seed" in line
+    assert out.read_bytes() == before
+    assert play(out, "--policy", "rl.envs.multihop:sloppy", "--seed", "100") == 0, "other seeds are other episodes"
+    assert len(read_jsonl(out)) == 6 and "3 episodes, 0 of them from before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--top-p", "0"], ["--top-p", "nan"], ["--temperature", "nan"], ["--temperature", "inf"], ["--batch", "0"],
+     ["--max-action-tokens", "0"], ["--concurrency", "0"], ["--max-steps", "0"], ["--n", "-4"]],
+)  # fmt: skip
+def test_options_that_would_sample_nothing_or_nonsense_are_refused(tmp_path, capsys, more):
+    assert play(tmp_path / "t.jsonl", *more) == 2
+    err = capsys.readouterr().err.strip()
+    assert more[0].strip("-").replace("-", "_") in err.replace("-", "_") and len(err.splitlines()) == 1
+
+
+def test_a_checkpoint_without_a_language_head_is_no_policy(tmp_path):
+    PRM.create(tiny.checkpoint(tmp_path / "base")).save(tmp_path / "prm")
+    with pytest.raises(ModelError, match="no language model: the checkpoint lacks"):
+        load_policy(PolicyConfig(str(tmp_path / "prm")))
+    assert load_policy(PolicyConfig(str(tmp_path / "base"))).name.endswith("base")

@@ -102,6 +102,10 @@ class RewardResponse(BaseModel):
 
 
 class Message(BaseModel):
+    """One message of a chat; other fields (reasoning_content, tool_call_id, name) are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: str
     content: Any = None
     tool_calls: Any = None
