@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from prm import checkpoint
 from prm.batching import StepScorer
 from prm.batching import by_length as by_length
 from prm.checkpoint import Settings
-from prm.errors import ModelError, UsageError
+from prm.errors import DataError, ModelError, UsageError
 from prm.records import Trajectory
 from prm.render import Layout, Rendered, chat_layout, plain_layout, text_layout, tools_key, windows
 
@@ -266,6 +266,8 @@ def render_windows(prm: Any, trajectory: Trajectory, skip_long: bool) -> list[Re
     """A trajectory as the settings of a PRM with this toolkit's layouts say; the layouts are made once."""
     token = prm.settings.step_token
     tools = trajectory.meta.get("tools") or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"trajectory {trajectory.id}: meta.tools must be a list of objects, got {tools!r:.60}")
     return windows(
         trajectory,
         prm.tokenizer,

@@ -121,9 +121,14 @@ def chat_layout(
     Raises:
         ModelError: there is no template, or it does not build a conversation by appending (it rewrites earlier turns,
             or opens a later turn in another way than the first), so that what is trained would not be what was sampled.
+        DataError: a tool definition would put a control token into the head.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError("the tokenizer has no chat template; use the plain layout")
+    spelt = json.dumps(list(tools), ensure_ascii=False)
+    if held := sorted(text for text in _control_ids(tokenizer, len(tokenizer)).values() if text in spelt):
+        # The template writes tools into the head as text, where such a one would become the token itself.
+        raise DataError(f"a tool definition holds the text of the control token {held[0]!r}")
     marks = [f"zq{i}mark{i}qz" for i in range(5)]
     role = "tool" if tools else "user"
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
@@ -243,7 +248,8 @@ def prompt(
     if layout.kind == "text":
         # Text that was not sampled here is encoded in one piece, as the model would have written it in one go.
         given = next((i for i, a in enumerate(history.actions) if a.token_ids is not None), len(history.actions))
-        text = history.task + "".join(a.text for a in history.actions[:given])
+        said = zip(history.actions[:given], history.observations, strict=False)
+        text = history.task + "".join(action.text + observation for action, observation in said)
         history = History(text, history.actions[given:], history.observations[given:])
     parts = _parts(history, tokenizer, layout, None)
     ids = _join(parts, 0, len(parts.steps)).ids

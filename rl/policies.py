@@ -215,7 +215,8 @@ class EndpointPolicy:
         }
         try:
             if config.layout == "text":
-                text = history.task + "".join(action.text for action in history.actions)
+                said = zip(history.actions, history.observations, strict=True)
+                text = history.task + "".join(action.text + observation for action, observation in said)
                 reply = self.client.completions.create(prompt=text, **sampling)
             else:
                 if history.tools:

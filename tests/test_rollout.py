@@ -181,6 +181,8 @@ def test_a_prefix_is_continued_byte_for_byte(endpoint, prefix):
     path, body = seen[0]
     assert path == "/v1/completions" and body["prompt"] == "Solve.\n" + prefix
     assert "stop" not in body
+    policy.act([History("Solve.\n", (Action(prefix), Action("b")), ("seen. ", "")), ])
+    assert seen[1][1]["prompt"] == "Solve.\n" + prefix + "seen. b"
 
 
 @pytest.mark.parametrize(

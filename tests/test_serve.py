@@ -18,6 +18,7 @@ from prm.serve.app import app
 from prm.serve.batcher import Batcher, Busy
 from prm.serve.config import ServeConfig
 from prm.serve.metrics import Metrics
+from prm.serve.texts import chat_of
 from tests.tiny import model, tokenizer
 
 TEXTS = [
@@ -441,6 +442,25 @@ def test_scalars_of_step_scores():
     assert aggregate([], "product") == aggregate([], "min") == 0.0
 
 
+@pytest.mark.parametrize("depth", [150, 500, 800, 950, 3000])
+def test_deep_nesting_is_refused_with_a_reason(client, depth):
+    deep = "[" * depth + "]" * depth
+    for route, text in (
+        ("/score", '{"trajectories": [{"task": "t", "steps": [{"action": "a"}], "meta": {"x": %s}}]}'),
+        ("/pooling", '{"messages": [{"role": "user", "content": %s}, {"role": "assistant", "content": "a"}]}'),
+        ("/pooling", '{"messages": [{"role": "user", "content": "q", "x": %s}, {"role": "assistant", "content": "a"}]}'),
+    ):
+        answer = client.post(route, content=text % deep, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (400, 409, 413, 422) and answer.json()["detail"], answer.text
+
+
+@pytest.mark.parametrize("tools", [5, True, "x", ["x"], {"a": 1}])
+def test_tools_of_another_shape_are_refused(client, tools):
+    row = {"task": "t", "steps": [{"action": "a"}], "meta": {"tools": tools}}
+    (result,) = client.post("/score", json={"trajectories": [row]}).json().get("results") or [None]
+    assert result is None or "meta.tools must be a list of objects" in result["error"]
+
+
 def test_vllms_pooling_shape(prm, client):
     part = prm.render(TEXTS[0])[0]
     answer = client.post("/pooling", json={"model": "any", "input": part.ids}).json()
@@ -456,6 +476,18 @@ def test_vllms_pooling_shape(prm, client):
                 {"role": "user", "content": "o"}, {"role": "assistant", "content": "b"}]  # fmt: skip
     chat = client.post("/pooling", json={"messages": messages}).json()["data"][0]["data"]
     assert near([x for [x] in chat], prm.score([Trajectory("q", (Step("a", "o"), Step("b")))])[0])
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "reasoning_content": "a long thought", "tool_calls": [
+            {**call, "id": "x"}, {**call, "id": "y"}]},
+        {"role": "tool", "tool_call_id": "y", "content": "second"},
+        {"role": "tool", "tool_call_id": "x", "content": "first"},
+        {"role": "assistant", "content": "b"},
+    ]  # fmt: skip
+    chat = client.post("/pooling", json={"messages": messages}).json()["data"][0]["data"]
+    assert near([x for [x] in chat], prm.score([chat_of(messages)])[0])
+    assert "a long thought" in chat_of(messages).steps[0].action
     for wrong, says in (
         ({}, "Field required"),
         ({"input": [-1]}, "input"),
