@@ -100,13 +100,13 @@ class RemotePRM:
             if not isinstance(results, list) or len(results) != count:
                 raise ModelError(f"{self.url}/score: expected {count} results, got {str(answer)[:80]}")
             try:
-                own = [[float(s) for s in result["scores"]] for result in results]
+                found = [[float(s) for s in result["scores"]] for result in results]
                 self._version = str(answer["version"])
             except (KeyError, TypeError, ValueError):
                 raise ModelError(f"{self.url}/score: expected scores and a version, got {str(answer)[:80]}") from None
-            if wrong := [s for one in own for s in one if not 0 <= s <= 1]:
+            if wrong := [s for one in found for s in one if not 0 <= s <= 1]:
                 raise ModelError(f"{self.url}/score: expected scores in [0, 1], got {wrong[0]}")
-            out += own
+            out += found
         for trajectory, own in zip(trajectories, out, strict=True):
             if len(own) != len(trajectory.steps):
                 raise ModelError(f"{self.url}/score: {len(own)} scores for {len(trajectory.steps)} steps")

@@ -94,22 +94,23 @@ class TransformersPolicy:
 
         from prm.checkpoint import locate, quiet
 
-        folder = locate(path)
+        folder, missing = locate(path), []
         dtype = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         try:
             with quiet():
                 if (folder / "adapter_config.json").exists():
                     from peft import AutoPeftModelForCausalLM
 
-                    model, missing = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype), set()
+                    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
                 else:
-                    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-                    missing = set(info["missing_keys"])
+                    kind: Any = AutoModelForCausalLM
+                    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+                    missing = sorted(info["missing_keys"])
                 tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: no policy can be loaded: {str(error).splitlines()[0]}") from error
         if missing:
-            raise ModelError(f"{path}: no language model: the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+            raise ModelError(f"{path}: no language model: the checkpoint lacks {', '.join(missing[:3])}")
         if torch.cuda.is_available():
             model = model.to("cuda")
         return cls(model, tokenizer, config)

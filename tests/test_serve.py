@@ -446,11 +446,11 @@ def test_scalars_of_step_scores():
 def test_deep_nesting_is_refused_with_a_reason(client, depth):
     deep = "[" * depth + "]" * depth
     for route, text in (
-        ("/score", '{"trajectories": [{"task": "t", "steps": [{"action": "a"}], "meta": {"x": %s}}]}'),
-        ("/pooling", '{"messages": [{"role": "user", "content": %s}, {"role": "assistant", "content": "a"}]}'),
-        ("/pooling", '{"messages": [{"role": "user", "content": "q", "x": %s}, {"role": "assistant", "content": "a"}]}'),
+        ("/score", '{"trajectories": [{"task": "t", "steps": [{"action": "a"}], "meta": {"x": DEEP}}]}'),
+        ("/pooling", '{"messages": [{"role": "user", "content": DEEP}, {"role": "assistant", "content": "a"}]}'),
+        ("/pooling", '{"messages": [{"role": "user", "x": DEEP}, {"role": "assistant", "content": "a"}]}'),
     ):
-        answer = client.post(route, content=text % deep, headers={"Content-Type": "application/json"})
+        answer = client.post(route, content=text.replace("DEEP", deep), headers={"Content-Type": "application/json"})
         assert answer.status_code in (400, 409, 413, 422) and answer.json()["detail"], answer.text
 
 
