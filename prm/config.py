@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import types
 import typing
@@ -167,12 +168,17 @@ def _from_file(path: str, known: Mapping[str, tuple[type, dataclasses.Field[Any]
     return values
 
 
+EXPONENT = re.compile(r"[+-]?[0-9]+[eE][+-]?[0-9]+")
+
+
 def _checked(where: str, value: Any, known: tuple[type, dataclasses.Field[Any], Any]) -> Any:
     _, field, hint = known
     kind, many = _kind(hint)
     if value is None and field.default is None:
         return None
     items = value if many and isinstance(value, list) else [value]
+    # YAML 1.1 takes 1e-6 for a text, as it has no point.
+    items = [float(i) if kind is float and isinstance(i, str) and EXPONENT.fullmatch(i) else i for i in items]
     for item in items:
         number = kind is float and isinstance(item, int | float) and not isinstance(item, bool)
         exact = isinstance(item, kind) and (kind is bool or not isinstance(item, bool))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,8 @@ class Episode:
             raise EnvError(f"{self._where('reset')}: expected (str, dict), got {result!r:.80}")
         found = getattr(self.env, "tools", None)
         tools = self._guard("tools", found) if callable(found) else ()
+        if isinstance(tools, str) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
+            raise EnvError(f"{self._where('tools')}: expected a list of objects, got {tools!r:.80}")
         self.history = History(result[0], tools=tuple(tools), seed=self.seed)
 
     @property
@@ -131,6 +134,11 @@ class Episode:
             where = self._where(f"step {len(self.rewards)}")
             raise EnvError(f"{where}: expected (str, float, terminated, truncated, dict), got {result!r:.80}")
         observation, reward, terminated, truncated, info = result
+        self._number("reward", reward)
+        if not isinstance(info, Mapping):
+            raise EnvError(f"{self._where(f'step {len(self.rewards)}')}: expected info as a dict, got {info!r:.80}")
+        if info.get("success") is not None:
+            self._number("success", info["success"], 0.0, 1.0)
         self.history = self.history.then(action, observation)
         self.rewards.append(float(reward))
         self.infos.append(dict(info))
@@ -158,6 +166,15 @@ class Episode:
             return call()
         except Exception as error:
             raise EnvError(f"{self._where(what)}: raised {type(error).__name__}: {error}") from error
+
+    def _number(self, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
+        try:
+            good = not isinstance(value, str) and math.isfinite(value) and low <= value <= high
+        except (TypeError, ValueError, OverflowError):
+            good = False
+        if not good:
+            limits = "a finite number" if high == math.inf else f"a number in [{low:g}, {high:g}]"
+            raise EnvError(f"{self._where(f'step {len(self.rewards)}')}: expected {name} as {limits}, got {value!r:.80}")
 
     def _where(self, what: str) -> str:
         return f"environment {type(self.env).__name__}, seed {self.seed}, {what}"
@@ -195,6 +212,9 @@ def load_attribute(name: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(f"{name!r}: cannot import {module_name}: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name!r}: cannot import {module_name}: it raised {said}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{name!r}: {module_name} has no attribute {attribute}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from prm.config import option
 from prm.env import Action, History, load_attribute
-from prm.errors import ModelError, UsageError
+from prm.errors import ModelError, PrmError, UsageError
 from prm.render import Layout, chat_layout, plain_layout, prompt, text_layout, tools_key
 
 
@@ -52,6 +52,8 @@ def load_policy(config: PolicyConfig) -> Any:
         policy = found() if isinstance(found, type) or not hasattr(found, "act") else found
     except TypeError as error:
         raise UsageError(f"{name}: cannot be made without arguments: {error}") from None
+    except Exception as error:
+        raise UsageError(f"{name}: cannot be made: {type(error).__name__}: {error}") from error
     if not callable(getattr(policy, "act", None)):
         raise UsageError(f"{name}: a {type(policy).__name__} has no act(histories)")
     return policy
@@ -226,13 +228,18 @@ class EndpointPolicy:
         except OpenAIError as error:
             self.errors.append(f"{type(error).__name__}: {error}")
             return Action("", finish="error")
-        if not reply.choices:
-            self.errors.append("the reply holds no choice")
+        except ValueError as error:
+            self.errors.append(f"the reply is not JSON: {error}")
             return Action("", finish="error")
-        choice = reply.choices[0]
-        if reply.usage is not None:
-            self.sampled_tokens += reply.usage.completion_tokens
-        text = choice.text if config.layout == "text" else _action_text(choice.message)
+        try:
+            choice = reply.choices[0]
+            text = choice.text if config.layout == "text" else _action_text(choice.message)
+            if not isinstance(text, str):
+                raise TypeError(f"expected a text, got {text!r:.40}")
+        except (AttributeError, IndexError, TypeError, PrmError) as error:
+            self.errors.append(f"the reply holds no choice that can be read ({error}): {reply!r:.80}")
+            return Action("", finish="error")
+        self.sampled_tokens += getattr(reply.usage, "completion_tokens", None) or 0
         finish = {"length": "length", "content_filter": "error"}.get(choice.finish_reason or "stop", "stop")
         ends = [text.index(stop) + len(stop) for stop in config.stop if stop in text]
         if ends and finish != "error":

@@ -90,6 +90,8 @@ def episodes(
             episode.history = replace(episode.history, seed=_draw_seed(salt, seed, time))
             running.append((index, episode))
         actions = policy.act([episode.history for _, episode in running])
+        if not isinstance(actions, Sequence) or not all(isinstance(action, Action) for action in actions):
+            raise EnvError(f"{type(policy).__name__}.act: expected one Action a history, got {actions!r:.80}")
         if len(actions) != len(running):
             raise EnvError(f"{type(policy).__name__}.act gave {len(actions)} actions for {len(running)} histories")
         still = []

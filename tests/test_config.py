@@ -80,3 +80,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_text(target, None)
     assert target.read_text() == "one"
+
+
+@pytest.mark.parametrize(("text", "rate"), [("1e-6", 1e-6), ("-2E+3", -2e3), ("1.5e-3", 1.5e-3), ("1e-6 ", 1e-6)])
+def test_a_number_with_an_exponent_is_one_in_yaml(tmp_path, text, rate):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"out: f\nrate: {text}\n")
+    assert run("--config", str(file)).rate == rate
+    file.write_text("out: f\ncount: 1e3\n")
+    with pytest.raises(UsageError, match="count: expected int"):
+        run("--config", str(file))

@@ -157,3 +157,48 @@ def test_env_args(tmp_path, monkeypatch):
         EnvConfig("mine:E", "{size}").factory()
     with pytest.raises(EnvError, match="cannot be made: TypeError"):
         EnvConfig("mine:E", '{"colour": 3}').factory()
+
+
+class Odd:
+    """Breaks the protocol in one place."""
+
+    what, value = "", None
+
+    def reset(self, *, seed=None, options=None):
+        return "task", {}
+
+    def step(self, action):
+        own = {"reward": 0.0, "info": {"success": 1.0}} | {self.what: self.value}
+        return "", own["reward"], True, False, {"success": own["success"]} if "success" in own else own["info"]
+
+    def tools(self):
+        return self.value if self.what == "tools" else []
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "says"),
+    [
+        ("reward", None, "step 0: expected reward as a finite number, got None"),
+        ("reward", "1", "step 0: expected reward as a finite number, got '1'"),
+        ("reward", float("nan"), "step 0: expected reward as a finite number, got nan"),
+        ("info", None, "step 0: expected info as a dict, got None"),
+        ("success", "yes", r"step 0: expected success as a number in \[0, 1\], got 'yes'"),
+        ("success", 2, r"step 0: expected success as a number in \[0, 1\], got 2"),
+        ("success", float("nan"), r"step 0: expected success as a number in \[0, 1\], got nan"),
+        ("tools", None, "tools: expected a list of objects, got None"),
+        ("tools", 5, "tools: expected a list of objects, got 5"),
+        ("tools", ["x"], r"tools: expected a list of objects, got \['x'\]"),
+    ],
+)
+def test_what_breaks_the_protocol_is_named(what, value, says):
+    own = type("Own", (Odd,), {"what": what, "value": value})()
+    with pytest.raises(EnvError, match="environment Own, seed 7, " + says):
+        Episode(own, 7).step(Action("go"))
+
+
+@pytest.mark.parametrize("text", ["def f(:", "raise ValueError('no')", "1 / 0"])
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, text):
+    (tmp_path / "broken_module_of_a_user.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="cannot import broken_module_of_a_user: it raised"):
+        load_attribute("broken_module_of_a_user:Env")

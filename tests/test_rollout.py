@@ -127,6 +127,14 @@ def endpoint():
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             seen.append((self.path, body))
             status, reply = replies.pop(0) if replies else (200, {"content": "read"})
+            if isinstance(reply, tuple):
+                data, kind = reply
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+                return
             choice = {"index": 0, "finish_reason": reply.pop("finish_reason", "stop")}
             if self.path.endswith("/chat/completions"):
                 choice["message"] = {"role": "assistant", "content": None, **reply}
@@ -260,3 +268,25 @@ def test_a_checkpoint_without_a_language_head_is_no_policy(tmp_path):
     with pytest.raises(ModelError, match="no language model: the checkpoint lacks"):
         load_policy(PolicyConfig(str(tmp_path / "prm")))
     assert load_policy(PolicyConfig(str(tmp_path / "base"))).name.endswith("base")
+
+
+@pytest.mark.parametrize("found", [None, ["text"], "text", [None]])
+def test_a_policy_that_gives_no_actions_is_named(found):
+    class Odd:
+        def act(self, histories):
+            return found
+
+    with pytest.raises(EnvError, match=r"Odd\.act"):
+        rollout(Odd(), Diary, [1])
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"null", b'"x"', b'{"choices": [{}]}', b'{"choices": [null]}',
+                                  b'{"choices": []}', b'{"choices": [{"message": {"role": "assistant"}}], "usage": {}}'])  # fmt: skip
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+def test_a_reply_that_is_none_costs_its_episode_alone(endpoint, body, kind):
+    url, _, replies = endpoint
+    replies.append((200, (body, kind)))
+    policy = EndpointPolicy("m", PolicyConfig("openai:m", base_url=url, concurrency=1))
+    odd, good = policy.act([History("a"), History("b")])
+    assert good.text == "read" and (odd.finish == "error" or odd.text == "")
+    assert len(policy.errors) == (odd.finish == "error")
