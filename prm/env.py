@@ -174,7 +174,8 @@ class Episode:
             good = False
         if not good:
             limits = "a finite number" if high == math.inf else f"a number in [{low:g}, {high:g}]"
-            raise EnvError(f"{self._where(f'step {len(self.rewards)}')}: expected {name} as {limits}, got {value!r:.80}")
+            where = self._where(f"step {len(self.rewards)}")
+            raise EnvError(f"{where}: expected {name} as {limits}, got {value!r:.80}")
 
     def _where(self, what: str) -> str:
         return f"environment {type(self.env).__name__}, seed {self.seed}, {what}"

@@ -280,8 +280,13 @@ def test_a_policy_that_gives_no_actions_is_named(found):
         rollout(Odd(), Diary, [1])
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b"null", b'"x"', b'{"choices": [{}]}', b'{"choices": [null]}',
-                                  b'{"choices": []}', b'{"choices": [{"message": {"role": "assistant"}}], "usage": {}}'])  # fmt: skip
+NO_REPLIES = (
+    b"<html>", b"[]", b"null", b'"x"', b'{"choices": [{}]}', b'{"choices": [null]}', b'{"choices": []}',
+    b'{"choices": [{"message": {"role": "assistant"}}], "usage": {}}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NO_REPLIES)
 @pytest.mark.parametrize("kind", ["application/json", "text/html"])
 def test_a_reply_that_is_none_costs_its_episode_alone(endpoint, body, kind):
     url, _, replies = endpoint
