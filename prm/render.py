@@ -248,7 +248,7 @@ def prompt(
     if layout.kind == "text":
         # Text that was not sampled here is encoded in one piece, as the model would have written it in one go.
         given = next((i for i, a in enumerate(history.actions) if a.token_ids is not None), len(history.actions))
-        said = zip(history.actions[:given], history.observations, strict=False)
+        said = zip(history.actions[:given], history.observations[:given], strict=True)
         text = history.task + "".join(action.text + observation for action, observation in said)
         history = History(text, history.actions[given:], history.observations[given:])
     parts = _parts(history, tokenizer, layout, None)

@@ -32,17 +32,19 @@ class PolicyConfig:
     concurrency: int = option(16, "calls in flight, for openai:MODEL")
     dtype: str = option("auto", "weights of a checkpoint", choices=("auto", "float32", "bfloat16"))
 
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature must be >= 0, got {self.temperature}")
+        if self.max_action_tokens < 1 or self.concurrency < 1:
+            least = f"{self.max_action_tokens} and {self.concurrency}"
+            raise UsageError(f"max_action_tokens and concurrency must be at least 1, got {least}")
+
 
 def load_policy(config: PolicyConfig) -> Any:
     """The policy that the command line names. Raises UsageError or ModelError when there is none."""
     name = config.policy
-    if not 0 < config.top_p <= 1:
-        raise UsageError(f"top_p must lie in (0, 1], got {config.top_p}")
-    if not 0 <= config.temperature < math.inf:
-        raise UsageError(f"temperature must be >= 0, got {config.temperature}")
-    if config.max_action_tokens < 1 or config.concurrency < 1:
-        least = f"{config.max_action_tokens} and {config.concurrency}"
-        raise UsageError(f"max_action_tokens and concurrency must be at least 1, got {least}")
     if name.startswith("openai:"):
         return EndpointPolicy(name.removeprefix("openai:"), config)
     if Path(name).exists() or ":" not in name:
@@ -74,8 +76,6 @@ class TransformersPolicy:
     def __init__(self, model: Any, tokenizer: Any, config: PolicyConfig) -> None:
         from rl.generate import Generator
 
-        if config.temperature < 0:
-            raise UsageError(f"temperature must be >= 0, got {config.temperature}")
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.name, self.temperature = config.policy, config.temperature
         kind = config.layout
@@ -189,8 +189,6 @@ class EndpointPolicy:
             if not config.base_url and not os.environ.get("OPENAI_API_KEY"):
                 raise UsageError("openai:MODEL needs --base-url or the environment variable OPENAI_API_KEY")
             client = OpenAI(base_url=config.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"), timeout=600)
-        if config.temperature < 0:
-            raise UsageError(f"temperature must be >= 0, got {config.temperature}")
         if config.layout == "plain":
             raise UsageError("an endpoint has the layouts chat and text")
         if config.stop and config.layout != "text":
