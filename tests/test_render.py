@@ -270,3 +270,14 @@ def test_the_time_of_windows_grows_with_the_text_and_no_faster():
     sizes = [parts.size(0, stop) for stop in range(1, 501)] + [parts.size(100, 200), parts.size(3, 3)]
     assert sizes == [2 + 2 * stop - 1 for stop in range(1, 501)] + [201, 2]
     assert read == 500
+
+
+def test_a_tool_definition_cannot_write_control_tokens():
+    own = tokenizer()
+    text = next(t.content for t in own.added_tokens_decoder.values() if t.special)
+    tool = {"type": "function", "function": {"name": "f", "description": "harmless"}}
+    assert chat_layout(own, tools=[tool]).kind == "chat"
+    for key in ("name", "description", "parameters"):
+        bad = {"type": "function", "function": {**tool["function"], key: [f"x{text}y"]}}
+        with pytest.raises(DataError, match="a tool definition holds the text of the control token"):
+            chat_layout(own, tools=[bad])
