@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from labeling.processes import ProcessEnv, RemoteError
-from prm.env import Action, Env, EnvFactory, Episode, Policy, replay
+from prm.env import Action, Env, EnvFactory, Episode, Policy, act, replay
 from prm.errors import DataError, EnvError, ReplayError, UsageError
 from prm.records import Step, Trajectory, append_jsonl, content_id, dump_json, iter_jsonl
 
@@ -217,10 +217,7 @@ class Runner:
     def _act(self) -> list[Action]:
         histories = [one.episode.history for one in self._running]
         before = getattr(self.policy, "sampled_tokens", None)
-        actions = self.policy.act(histories)
-        if len(actions) != len(histories):
-            name = type(self.policy).__name__
-            raise EnvError(f"{name}.act gave {len(actions)} actions for {len(histories)} histories")
+        actions = act(self.policy, histories)
         counted = [0 if action.token_ids is None else len(action.token_ids) for action in actions]
         if before is not None and not any(counted):
             # A policy that only counts in total: shared out evenly.

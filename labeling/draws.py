@@ -45,6 +45,8 @@ class MonteCarloConfig:
         for name in ("budget", "budget_tokens", "workers"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise UsageError(f"{name} must be >= 0, got {value}")
+        if not self.timeout > 0:
+            raise UsageError(f"timeout must be > 0, got {self.timeout}")
         if not 0.5 < self.confidence < 1:
             raise UsageError(f"confidence must lie between 0.5 and 1, got {self.confidence}")
         if self.threshold is not None and not 0 < self.threshold < 1:

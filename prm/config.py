@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -132,7 +133,7 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
         common["metavar"] = metavar
     if many:
         common["nargs"] = "+"
-    parser.add_argument(flag, type=kind, **common)
+    parser.add_argument(flag, type=_number if kind is float else kind, **common)
 
 
 def _from_file(path: str, known: Mapping[str, tuple[type, dataclasses.Field[Any], Any]]) -> dict[str, Any]:
@@ -182,12 +183,23 @@ def _checked(where: str, value: Any, known: tuple[type, dataclasses.Field[Any], 
     for item in items:
         number = kind is float and isinstance(item, int | float) and not isinstance(item, bool)
         exact = isinstance(item, kind) and (kind is bool or not isinstance(item, bool))
-        if not (number or exact):
+        if not (number or exact) or (kind is float and math.isnan(item)):
             raise UsageError(f"{where}: expected {kind.__name__}, got {value!r}")
         if field.metadata["choices"] and item not in field.metadata["choices"]:
             raise UsageError(f"{where}: expected one of {', '.join(field.metadata['choices'])}, got {item!r}")
     items = [float(i) if kind is float else i for i in items]
     return tuple(items) if many else items[0]
+
+
+def _number(text: str) -> float:
+    """A flag's number. Not-a-number passes every comparison that would refuse it, so it ends here."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value
 
 
 def _kind(hint: Any) -> tuple[type, bool]:

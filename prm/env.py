@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from prm.config import option
-from prm.errors import DataError, EnvError, ReplayError, UsageError
+from prm.errors import DataError, EnvError, PrmError, ReplayError, UsageError
 from prm.records import Step, Trajectory, parse_json
 
 
@@ -91,6 +91,22 @@ class Policy(Protocol):
     def act(self, histories: Sequence[History]) -> list[Action]:
         """Choose one action for each history."""
         ...
+
+
+def act(policy: Policy, histories: Sequence[History]) -> list[Action]:
+    """One action of the policy for each history. Raises EnvError where it raises, or gives something else."""
+    name = type(policy).__name__
+    try:
+        actions = policy.act(histories)
+    except PrmError:
+        raise
+    except Exception as error:
+        raise EnvError(f"policy {name}.act: raised {type(error).__name__}: {error}") from error
+    if not isinstance(actions, Sequence) or not all(isinstance(action, Action) for action in actions):
+        raise EnvError(f"{name}.act: expected one Action a history, got {actions!r:.80}")
+    if len(actions) != len(histories):
+        raise EnvError(f"{name}.act gave {len(actions)} actions for {len(histories)} histories")
+    return list(actions)
 
 
 @dataclass
@@ -213,7 +229,7 @@ def load_attribute(name: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(f"{name!r}: cannot import {module_name}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}"
         raise UsageError(f"{name!r}: cannot import {module_name}: it raised {said}") from error
     for part in attribute.split("."):

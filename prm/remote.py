@@ -73,12 +73,17 @@ class RemotePRM:
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
         self._parts, self._path = parts, parts.path.rstrip("/")
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise UsageError(f"the API key ({KEY_VARIABLE}) must be printable ASCII, as it travels in a header")
         health = self._call("GET", "/healthz")
         try:
             self.name, self._version = str(health["model"]), str(health["version"])
             self.settings = RemoteSettings(float(health["threshold"]), health["max_tokens"])
             self._limits = {k: int(health[k]) for k in ("max_trajectories", "max_body_bytes")}
-        except (KeyError, TypeError, ValueError):
+            most = self.settings.max_tokens
+            if not 0 <= self.settings.threshold <= 1 or min(1 if most is None else most, *self._limits.values()) < 1:
+                raise ValueError("a threshold outside [0, 1], or a limit below 1")
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ModelError(f"{url}: answers, but not as `prm serve` does") from None
 
     @classmethod

@@ -243,7 +243,7 @@ def prompt(
     """The ids that stand before the policy's next action: those sampled so far as sampled, the rest rendered.
 
     Raises:
-        DataError: they are more than `max_tokens`. A policy's past is not cut behind its back.
+        DataError: they are more than `max_tokens` (a policy's past is not cut behind its back), or there is none.
     """
     if layout.kind == "text":
         # Text that was not sampled here is encoded in one piece, as the model would have written it in one go.
@@ -254,6 +254,8 @@ def prompt(
     parts = _parts(history, tokenizer, layout, None)
     ids = _join(parts, 0, len(parts.steps)).ids
     ids += parts.steps[-1].after if parts.steps else []
+    if not ids:
+        raise DataError("an empty prompt: the task is empty, and the tokenizer has no token that begins a text")
     if max_tokens is not None and len(ids) > max_tokens:
         steps = len(history.actions)
         raise DataError(f"an episode of {steps} steps takes {len(ids)} tokens, the policy's limit is {max_tokens}")

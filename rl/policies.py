@@ -101,7 +101,10 @@ class TransformersPolicy:
         try:
             with quiet():
                 if (folder / "adapter_config.json").exists():
-                    from peft import AutoPeftModelForCausalLM
+                    from peft import AutoPeftModelForCausalLM, PeftConfig
+
+                    if (task := PeftConfig.from_pretrained(str(folder)).task_type) not in (None, "CAUSAL_LM"):
+                        raise ModelError(f"{path}: no language model: an adapter for {task}")
 
                     model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
                 else:

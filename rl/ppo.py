@@ -8,6 +8,7 @@ step's last policy token. (Schulman et al. 2017, arXiv 1707.06347; GAE, arXiv 15
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import warnings
@@ -207,6 +208,15 @@ def train(
 def check(config: PPOConfig) -> int:
     """Episodes a seed: 1 with a critic. Raises UsageError on options that make no sense together."""
     check_boards(config.boards)
+    for name in ("updates", "episodes", "epochs", "minibatch", "micro_tokens", "max_steps", "batch", "save_every"):
+        if (value := getattr(config, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("lr", "critic_lr", "clip", "max_grad_norm"):
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} must be > 0, got {value:g}")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= (value := getattr(config, name)) <= 1:
+            raise UsageError(f"--{name.replace('_', '-')} must lie in [0, 1], got {value:g}")
     if config.advantages == "gae":
         return 1
     if config.group < 2 or config.episodes % config.group:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from prm.config import option
-from prm.env import Action, Env, EnvFactory, Episode, Policy, env_factory
-from prm.errors import EnvError, UsageError
+from prm.env import Action, Env, EnvFactory, Episode, Policy, act, env_factory
+from prm.errors import UsageError
 from prm.records import Trajectory
 
 
@@ -89,11 +89,7 @@ def episodes(
             episode = Episode(idle.pop() if idle else make(), seed)
             episode.history = replace(episode.history, seed=_draw_seed(salt, seed, time))
             running.append((index, episode))
-        actions = policy.act([episode.history for _, episode in running])
-        if not isinstance(actions, Sequence) or not all(isinstance(action, Action) for action in actions):
-            raise EnvError(f"{type(policy).__name__}.act: expected one Action a history, got {actions!r:.80}")
-        if len(actions) != len(running):
-            raise EnvError(f"{type(policy).__name__}.act gave {len(actions)} actions for {len(running)} histories")
+        actions = act(policy, [episode.history for _, episode in running])
         still = []
         for (index, episode), action in zip(running, actions, strict=True):
             if action.finish == "error":

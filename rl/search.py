@@ -15,8 +15,8 @@ from typing import Any
 
 from prm.batching import AGGREGATES, aggregate
 from prm.config import option
-from prm.env import Action, Env, EnvFactory, Episode, Policy, env_factory, replay
-from prm.errors import EnvError, UsageError
+from prm.env import Action, Env, EnvFactory, Episode, Policy, act, env_factory, replay
+from prm.errors import UsageError
 from prm.records import Trajectory
 from rl.rollout import episodes, failed_action, named
 
@@ -146,9 +146,7 @@ def beam(policy: Policy, make: EnvFactory, scorer: Any, seeds: Sequence[int], co
             replace(state.episode.history, seed=_draw(config.salt, seed, step, beams[seed].index(state), i))
             for seed, state, i in asked
         ]
-        actions = policy.act(histories)
-        if len(actions) != len(asked):
-            raise EnvError(f"{type(policy).__name__}.act gave {len(actions)} actions for {len(asked)} histories")
+        actions = act(policy, histories)
         drawn: dict[_State, dict[str, Action]] = {}
         for (seed, state, _), action in zip(asked, actions, strict=True):
             if action.finish == "error":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prm.config import option
-from prm.errors import DataError, ModelError
+from prm.errors import DataError, ModelError, UsageError
 from prm.records import Trajectory, read_jsonl
 from prm.render import render
 
@@ -35,6 +36,16 @@ class SFTConfig:
     vocabulary: int = option(4096, "tiny: size of the vocabulary")
     vocabulary_from: str | None = option(None, "tiny: more trajectories whose words are put into the vocabulary")
     copy_updates: int = option(0, "tiny: first so many updates on quoting random tokens")
+
+    def __post_init__(self) -> None:
+        for name in ("max_updates", "batch", "micro_batch", "lora_rank", "max_tokens", "width", "layers", "vocabulary"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        for name in ("epochs", "lr"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise UsageError(f"{name} must be > 0, got {value}")
+        if self.copy_updates < 0:
+            raise UsageError(f"copy_updates must be >= 0, got {self.copy_updates}")
 
 
 def sft(trajectories: Sequence[Trajectory], config: SFTConfig) -> Path:

@@ -44,6 +44,7 @@ def test_what_was_resolved_can_be_given_again(tmp_path):
     [
         ("out: f\nrats: 1", "unknown option 'rats'; did you mean 'rate'"),
         ("out: f\nrate: fast", "rate: expected float, got 'fast'"),
+        ("out: f\nrate: .nan", "rate: expected float, got nan"),
         ("out: f\ncount: 1.5", "count: expected int, got 1.5"),
         ("out: f\ncount: true", "count: expected int, got True"),
         ("out: f\nkind: c", "kind: expected one of a, b, got 'c'"),
@@ -90,3 +91,11 @@ def test_a_number_with_an_exponent_is_one_in_yaml(tmp_path, text, rate):
     file.write_text("out: f\ncount: 1e3\n")
     with pytest.raises(UsageError, match="count: expected int"):
         run("--config", str(file))
+
+
+@pytest.mark.parametrize("text", ["nan", "NaN", "-nan", "fast", ""])
+def test_a_flag_that_is_no_number_is_refused(capsys, text):
+    with pytest.raises(SystemExit):
+        run("--out", "f", f"--rate={text}")
+    assert "argument --rate: expected a number" in capsys.readouterr().err
+    assert run("--out", "f", "--rate", "inf").rate == float("inf")

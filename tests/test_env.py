@@ -196,7 +196,7 @@ def test_what_breaks_the_protocol_is_named(what, value, says):
         Episode(own, 7).step(Action("go"))
 
 
-@pytest.mark.parametrize("text", ["def f(:", "raise ValueError('no')", "1 / 0"])
+@pytest.mark.parametrize("text", ["def f(:", "raise ValueError('no')", "1 / 0", "import sys; sys.exit(3)"])
 def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, text):
     (tmp_path / "broken_module_of_a_user.py").write_text(text)
     monkeypatch.chdir(tmp_path)

@@ -141,6 +141,7 @@ def test_normalise():
         assert normalise(text) == "sao tome", text
     assert normalise("Łódź") == "lodz" and normalise("Ørsted") == "orsted" and normalise("Größe") == "grosse"
     assert normalise("N'Djamena") == normalise("N’Djamena") == "ndjamena" and normalise("U.S.A.") == "usa"
+    assert normalise("-89") == "minus 89" != normalise("89") and normalise("x-89") == "x 89", "a sign is not a hyphen"
     assert normalise("The") == "the" and normalise("\0!?") == "" and normalise("+51") == "51"
 
 

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from types import MappingProxyType
 
 import pytest
 import uvicorn
@@ -119,9 +120,11 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    more = MappingProxyType({})
+
     def do_GET(self):
         self.reply(200, {"model": "m", "version": "v", "threshold": 0.5, "max_tokens": None, "max_trajectories": 9,
-                         "max_body_bytes": 9999})  # fmt: skip
+                         "max_body_bytes": 9999, **self.more})  # fmt: skip
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -190,6 +193,27 @@ def test_nothing_there():
     for wrong in ("ftp://x", "http://", "localhost", "http://h:abc", "http://h:99999", "http://[::1"):
         with pytest.raises(UsageError, match="expected an address"):
             RemotePRM(wrong)
+
+
+ABSURD = ({"max_trajectories": 0}, {"max_body_bytes": -5}, {"max_tokens": 0}, {"threshold": 7}, {"threshold": -1})
+
+
+@pytest.mark.parametrize("more", ABSURD)
+def test_a_server_with_absurd_limits_is_none_of_ours(scripted, monkeypatch, more):
+    assert RemotePRM(scripted).settings.threshold == 0.5
+    monkeypatch.setattr(Scripted, "more", more)
+    with pytest.raises(ModelError, match="not as `prm serve` does"):
+        RemotePRM(scripted)
+
+
+def test_a_key_that_no_header_can_carry_is_refused(monkeypatch):
+    monkeypatch.setenv("PRM_API_KEY", "schlüssel")
+    with pytest.raises(UsageError, match="must be printable ASCII"):
+        RemotePRM("http://127.0.0.1:9")
+    with pytest.raises(UsageError, match="PRM_API_KEY must be printable ASCII"):
+        ServeConfig().key()
+    with pytest.raises(UsageError, match="port must be at most 65535"):
+        ServeConfig(port=99999)
 
 
 def test_a_client_that_goes_away_is_dropped(prm):

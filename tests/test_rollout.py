@@ -1,5 +1,6 @@
 """Many episodes side by side: no shared state, seeds that count, failing policies, an endpoint over real sockets."""
 
+import dataclasses
 import json
 import random
 import threading
@@ -10,7 +11,7 @@ import pytest
 from prm import PRM, read_jsonl
 from prm.cli import main
 from prm.env import Action, History
-from prm.errors import EnvError, ModelError, UsageError
+from prm.errors import DataError, EnvError, ModelError, UsageError
 from rl.policies import EndpointPolicy, PolicyConfig, load_policy
 from rl.rollout import rollout
 from tests import tiny
@@ -254,7 +255,7 @@ def test_episodes_of_another_policy_or_environment_are_not_taken_as_done(tmp_pat
 
 @pytest.mark.parametrize(
     "more",
-    [["--top-p", "0"], ["--top-p", "nan"], ["--temperature", "nan"], ["--temperature", "inf"], ["--batch", "0"],
+    [["--top-p", "0"], ["--temperature", "-1"], ["--temperature", "inf"], ["--batch", "0"],
      ["--max-action-tokens", "0"], ["--concurrency", "0"], ["--max-steps", "0"], ["--n", "-4"]],
 )  # fmt: skip
 def test_options_that_would_sample_nothing_or_nonsense_are_refused(tmp_path, capsys, more):
@@ -278,6 +279,36 @@ def test_a_policy_that_gives_no_actions_is_named(found):
 
     with pytest.raises(EnvError, match=r"Odd\.act"):
         rollout(Odd(), Diary, [1])
+
+
+class Broken:
+    def act(self, histories):
+        raise OSError("no network")
+
+
+@pytest.mark.parametrize("command", [["rollout", "--n", "1"], ["mc", "{}"]])
+def test_a_policy_that_raises_is_one_line(tmp_path, capsys, command):
+    there = tmp_path / "t.jsonl"
+    assert play(there) == 0
+    name, *more = [part.format(there) for part in command]
+    env = ["--env", "rl.envs.multihop:MultiHop", "--policy", "tests.test_rollout:Broken"]
+    assert main([name, *more, *env, "--out", str(tmp_path / "o.jsonl")]) == 2
+    err = capsys.readouterr().err.strip()
+    assert "policy Broken.act: raised OSError: no network" in err and len(err.splitlines()) == 1
+
+
+def test_an_adapter_of_another_task_is_no_policy(tmp_path):
+    PRM.create(tiny.checkpoint(tmp_path / "base"), lora_rank=2).save(tmp_path / "prm")
+    with pytest.raises(ModelError, match="no language model: an adapter for TOKEN_CLS"):
+        load_policy(PolicyConfig(str(tmp_path / "prm")))
+
+
+def test_an_empty_prompt_is_named(tmp_path):
+    policy = load_policy(PolicyConfig(tiny.checkpoint(tmp_path / "base"), layout="text"))
+    policy.layout()  # made with this tokenizer's own first token
+    policy._layouts = {key: dataclasses.replace(made, head=()) for key, made in policy._layouts.items()}
+    with pytest.raises(DataError, match="an empty prompt"):
+        policy.act([History("")])
 
 
 NO_REPLIES = (

@@ -151,6 +151,9 @@ def test_the_frozen_reward_is_that_of_training(run, prm, tmp_path):
         (["--checks", "grammar"], "unknown scorer 'grammar'"),
         (["--boards", "paper"], "unknown board 'paper'"),
         (["--advantages", "grpo", "--group", "3"], "--group must be at least 2 and divide --episodes 4, got 3"),
+        (["--episodes", "0"], "--episodes must be at least 1, got 0"),
+        (["--lr", "-1"], "--lr must be > 0, got -1"),
+        (["--gamma", "1.5"], "--gamma must lie in [0, 1], got 1.5"),
         (["--critic-from-prm"], "--critic-from-prm needs --prm"),
         (["--time-limits", "soon"], "--time-limits 'soon': expected a number"),
         (["--warm-start", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
@@ -161,6 +164,25 @@ def test_bad_options_are_one_line(base, tmp_path, capsys, more, says):
     assert main([*argv, *more]) == 2
     err = capsys.readouterr().err.strip()
     assert says in err and len(err.splitlines()) == 1
+
+
+class Endless(Shop):
+    """Seed 0 is solved in two steps; the others never end."""
+
+    def reset(self, *, seed=None, options=None):
+        self.first = seed == 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        over = super().step(action)[2] and self.first
+        return "done", 0.0, over, False, {"success": True} if over else {}
+
+
+def test_episodes_that_were_cut_are_no_failures(tmp_path, capsys):
+    argv = ["run", "--env", "tests.test_run:Endless", "--policy", "tests.test_run:Refunds", "--n", "4"]
+    assert main([*argv, "--max-steps", "3", "--out", str(tmp_path / "o.jsonl")]) == 0
+    assert "4 episodes, success 1.000; of 11 actions" in capsys.readouterr().out
+    assert [t.outcome for t in read_jsonl(tmp_path / "o.jsonl")].count(None) == 3
 
 
 def test_run_without_a_run(tmp_path, capsys):

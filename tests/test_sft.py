@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prm.env import History
-from prm.errors import DataError
+from prm.errors import DataError, UsageError
 from prm.records import Step, Trajectory
 from rl import roles
 from rl.policies import PolicyConfig, TransformersPolicy
@@ -46,3 +46,13 @@ def test_failures_are_left_out_unless_asked_for(tmp_path, capsys):
         sft(bad, config(tmp_path / "none"))
     sft([*episodes(), *bad], config(tmp_path / "half", max_updates=1))
     assert "6 of 12 trajectories" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch", 0), ("micro_batch", -1), ("lr", float("nan")), ("lr", 0.0), ("epochs", -1.0), ("max_updates", 0),
+     ("lora_rank", 0), ("copy_updates", -1), ("width", 0)],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(UsageError, match=name):
+        SFTConfig(base="tiny", out="out", **{name: value})

@@ -37,9 +37,14 @@ class ServeConfig:
             low = 0 if f.name == "port" else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < low:
                 raise UsageError(f"{f.name} must be at least {low}, got {value}")
+        if self.port > 65535:
+            raise UsageError(f"port must be at most 65535, got {self.port}")
         if not self.timeout > 0:
             raise UsageError(f"timeout must be > 0, got {self.timeout}")
 
     def key(self) -> str | None:
-        """The API key, None where none is asked for."""
-        return os.environ.get(KEY_VARIABLE) or None
+        """The API key, None where none is asked for. Raises UsageError where no client could send it."""
+        key = os.environ.get(KEY_VARIABLE) or None
+        if key and not (key.isascii() and key.isprintable()):
+            raise UsageError(f"{KEY_VARIABLE} must be printable ASCII, as it travels in a header")
+        return key

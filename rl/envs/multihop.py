@@ -243,12 +243,13 @@ _LETTERS = str.maketrans({
     "ł": "l", "ø": "o", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "ı": "i", "ə": "e", "&": " and ",
     **dict.fromkeys("'’‘ʻʼ`.", ""),
 })  # fmt: skip
+_MINUS = re.compile(r"(?<![^\W_])[-\u2212](?=\d)")
 _WORD = re.compile(r"[^\W_]+")
 
 
 def normalise(text: str) -> str:
-    """Words alone: no case, accents, punctuation, articles or extra blanks. Only articles: they stay."""
-    text = unicodedata.normalize("NFKD", text)
+    """Words alone: no case, accents, punctuation, articles or extra blanks. Only articles: they stay. A minus stays."""
+    text = _MINUS.sub(" minus ", unicodedata.normalize("NFKD", text))
     text = "".join(c for c in text if not unicodedata.combining(c)).casefold().translate(_LETTERS)
     words = _WORD.findall(text)
     return " ".join([word for word in words if word not in ("the", "a", "an")] or words)
