@@ -237,6 +237,16 @@ def _labelled(
     if whole:
         journal.close()
     _warn(made)
+    there = {(label.trajectory_id, label.step) for own in labels.values() for label in own}
+    missing = [(one.id, step) for group in left for one in group for step in chosen_steps(one, config)]
+    missing = [place for place in missing if place not in there]
+    if missing and strategy is not grown:  # a tree labels the states that it comes by
+        why = "the budget was spent" if runner.spent else "each of their continuations was cut or failed"
+        warnings.warn(
+            f"{len(missing)} of {total} steps have no label: {why} (the first: trajectory {missing[0][0]}, step "
+            f"{missing[0][1]})",
+            stacklevel=3,
+        )
     return [label for one in labels.values() for label in sorted(one, key=lambda label: label.step)]
 
 

@@ -56,8 +56,8 @@ class PPOConfig(MonitorConfig, RewardConfig):
     clip: float = option(0.2, "clip range of the ratio")
     value_clip: float = option(0.2, "clip range of the value; 0 is none")
     kl: float = option(0.01, "coefficient of the KL to the starting policy")
-    kl_form: str = option("k3", "k3: in the loss; k1: in the reward", choices=("k3", "k1"))
-    kl_adaptive: bool = option(True, "halve the coefficient below an episode KL of 0.5, double it above 5")
+    kl_form: str = option("k3", "k3, k2: in the loss; k1: in the reward", choices=("k3", "k2", "k1"))
+    kl_adaptive: bool = option(True, "halve the coefficient below an episode KL of 0.5, double above 5, to tenfold")
     kl_stop: float = option(0.0, "end an update's passes when the KL to its own start, a token, is above; 0 is never")
     entropy: float = option(0.0, "coefficient of an entropy bonus")
     max_grad_norm: float = option(1.0, "clip the gradient's norm")
@@ -179,7 +179,7 @@ def train(
         line |= {"kl_coefficient": kl_coefficient}
         line |= {"seconds_rollout": rolled - started, "seconds_update": time.monotonic() - rolled}
         if config.kl_adaptive:
-            kl_coefficient = adapt_kl(kl_coefficient, learned["kl"])
+            kl_coefficient = adapt_kl(kl_coefficient, learned["kl"], config.kl)
         if config.eval_every and (update + 1) % config.eval_every == 0:
             line["eval_success"] = evaluate(policy, eval_env or env, config, ranks)
         if monitor is None:
@@ -281,9 +281,14 @@ def sample(policy: TransformersPolicy, episode: Episode, rewards: Sequence[float
     return Sample(ids, places, torch.tensor(logprobs), torch.tensor(placed), bootstraps)
 
 
-def adapt_kl(coefficient: float, kl: float) -> float:
-    """The adaptive rule on the mean KL of an episode, in nats."""
-    return coefficient / 2 if kl < 0.5 else coefficient * 2 if kl > 5 else coefficient
+def adapt_kl(coefficient: float, kl: float, start: float = 0.0) -> float:
+    """The adaptive rule on the mean KL of an episode, in nats, within a tenth and ten times of `start` (0: no bounds).
+
+    Without bounds a policy that has to leave its start by more than 5 nats is dragged all the way back: the coefficient
+    doubles at each update until the penalty outweighs any reward, and between 0.5 and 5 nothing lowers it again.
+    """
+    adapted = coefficient / 2 if kl < 0.5 else coefficient * 2 if kl > 5 else coefficient
+    return min(max(adapted, start / 10), start * 10) if start else adapted
 
 
 def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -300,6 +305,11 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
         near = old + (values - old).clamp(-clip, clip)
         loss = torch.maximum(loss, (near - returns).pow(2))
     return loss / 2
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Half the squared log-ratio, (n,): its gradient is, in the mean, that of KL(policy || reference)."""
+    return (logprobs - reference).pow(2) / 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -383,9 +393,9 @@ def learn(
                 if not warm:
                     advantage = torch.cat([advantages[i] for i in rows]).to(roles.device)
                     loss, clips = policy_loss(logprobs, old, advantage, config.clip)
-                    if config.kl_form == "k3" and kl_coefficient:
+                    if config.kl_form != "k1" and kl_coefficient:
                         ref = torch.cat([reference[i] for i in rows]).to(roles.device)
-                        loss = loss + kl_coefficient * k3(logprobs, ref)
+                        loss = loss + kl_coefficient * {"k2": k2, "k3": k3}[config.kl_form](logprobs, ref)
                     roles.backward((loss - config.entropy * entropy).sum().div(tokens), "policy")
                     sums["policy_loss"] += loss.sum().item()
                     sums["clip_share"] += clips.sum().item()

@@ -663,3 +663,16 @@ def test_the_same_labels_in_any_process(tmp_path):
         for n in (1, 2)
     }
     assert len(said) == 1
+
+
+def test_steps_without_a_label_are_counted():
+    """Continuations that a limit cuts say nothing; that a step is left without a label is said."""
+    walker = Walker()
+    given = walks(walker, 6)
+    with pytest.warns(UserWarning, match=r"of \d+ steps have no label: each of their continuations was cut"):
+        labels = rollout_labels(given, Chain, walker, MonteCarloConfig(k=2, max_steps=1))
+    with pytest.warns(UserWarning) as said:
+        rollout_labels(given, Chain, walker, MonteCarloConfig(k=2, budget=1))
+    assert "the budget was spent" in str(said[0].message)
+    steps = sum(len(walk.steps) for walk in given)
+    assert 0 < len(labels) < steps

@@ -12,7 +12,7 @@ from prm.errors import UsageError
 from prm.records import Trajectory, read_jsonl
 from rl.advantages import gae, whiten
 from rl.policies import PolicyConfig, TransformersPolicy
-from rl.ppo import PPOConfig, Sample, adapt_kl, k3, learn, policy_loss, sample, train, value_loss
+from rl.ppo import PPOConfig, Sample, adapt_kl, k2, k3, learn, policy_loss, sample, train, value_loss
 from rl.rewards import RewardConfig
 from rl.roles import Batch, Roles
 from rl.rollout import episodes
@@ -107,6 +107,29 @@ def test_losses_by_hand():
 
 def test_the_kl_rule():
     assert [adapt_kl(0.01, kl) for kl in (0.4, 0.5, 5.0, 5.1)] == [0.005, 0.01, 0.01, 0.02]
+    coefficient = 0.01
+    for kl, end in ((9.0, 0.1), (0.1, 0.001)):  # however long it lasts, it stays a leash
+        for _ in range(20):
+            coefficient = adapt_kl(coefficient, kl, 0.01)
+        assert coefficient == pytest.approx(end)
+
+
+def test_what_the_forms_of_the_kl_in_the_loss_do():
+    """Exactly, over a whole distribution: the mean gradient of k2 is that of KL(policy || reference), that of k3 is the
+    other way round, so that it holds on to all that the reference did."""
+    logits, ref = torch.tensor([0.3, -0.2, 0.5, -1.0], requires_grad=True), torch.tensor([-0.5, 0.1, 1.0, 0.2])
+    logq = ref.log_softmax(0)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits)[0]
+
+    logp = logits.log_softmax(0)
+    reverse = gradient((logp.exp() * (logp - logq)).sum())
+    logp = logits.log_softmax(0)
+    forward = gradient((logq.exp() * (logq - logp)).sum())
+    for form, expected in ((k2, reverse), (k3, forward)):
+        logp = logits.log_softmax(0)
+        assert torch.allclose(gradient((logp.exp().detach() * form(logp, logq)).sum()), expected, atol=1e-6)
 
 
 def test_the_samples_hold_what_was_sampled(tokenizer):
@@ -213,7 +236,7 @@ def test_micro_batches_change_nothing(tokenizer, lora):
     assert measured["policy_loss"] != 0 and measured["value_loss"] > 0
 
 
-@pytest.mark.parametrize("form", ["k3", "k1"])
+@pytest.mark.parametrize("form", ["k3", "k2", "k1"])
 def test_one_token_and_no_token_stay_finite(tokenizer, form):
     one = Sample([5, 6, 1], [2], torch.tensor([-3.0]), torch.tensor([1.0]))
     none = Sample([5, 6], [], torch.tensor([]), torch.tensor([]))
