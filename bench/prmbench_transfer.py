@@ -86,6 +86,16 @@ def plain(train: Rows, test: Rows, gold: dict, states: dict[str, np.ndarray]) ->
     ]
 
 
+def lora_targets(base: PRM, last_layers: int) -> tuple[str, ...]:
+    """The linear layers of so many of the last blocks; all of them for 0. What lies before needs no gradients."""
+    if not last_layers:
+        return ("all-linear",)
+    depth = base.backbone.config.num_hidden_layers
+    last = tuple(f"layers.{i}." for i in range(depth - last_layers, depth))
+    linear = (name for name, part in base.backbone.named_modules() if isinstance(part, torch.nn.Linear))
+    return tuple(name for name in linear if name.startswith(last))
+
+
 def figures(gold: list[StepLabel], said: list[StepLabel], test: Rows, out: Path, title: str) -> dict:
     own = {t.id for t in test}
     found = evaluate([x for x in gold if x.trajectory_id in own], said, trajectories=test)
@@ -109,13 +119,7 @@ def main() -> None:
         options.problems, options.test, options.limit = 4, 4, 200
     options.out.mkdir(parents=True, exist_ok=True)
     base = PRM.create(options.base, dtype=options.dtype)
-    targets: tuple[str, ...] = ("all-linear",)
-    if options.last_layers:
-        depth = base.backbone.config.num_hidden_layers
-        parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        named = (name for name, _ in base.backbone.named_modules())
-        last = [f"layers.{i}." for i in range(depth - options.last_layers, depth)]
-        targets = tuple(name for name in named if name.endswith(parts) and any(part in name for part in last))
+    targets = lora_targets(base, options.last_layers)
     classes, labels = chosen(options.data, base, options.problems, options.test, options.limit)
     # A solution that stands in several files has its labels once.
     gold = {(x.trajectory_id, x.step): x.score for x in labels}

@@ -62,6 +62,32 @@ def group_advantages(rewards: Sequence[Tensor], group: int, gamma: float, *, sca
     return out
 
 
+def step_credit(process: Sequence[Tensor], turns: Sequence[Tensor]) -> list[Tensor]:
+    """What each step itself changed, less the mean over the episodes' steps of the same number: (n,) an episode.
+
+    A step is credited with its own progress alone, in place of summing progress into the returns of the steps before it
+    (Setlur et al. 2024, arXiv 2410.08146, eq. 3): there it telescopes, and all that is left of it with lambda = 1 is a
+    baseline and the last score. The number of a step is known before the step is taken, so its mean is no bias but for
+    the episode's own share in it; a step that is alone with its number gets nothing.
+
+    Args:
+        process: of each episode, the process reward of the step that each policy token belongs to, (n,).
+        turns: the number of that step, (n,).
+    """
+    if not process:
+        return []
+    steps = [dict(zip(own.tolist(), values.tolist(), strict=True)) for own, values in zip(turns, process, strict=True)]
+    by_turn: dict[int, list[float]] = {}
+    for episode in steps:
+        for turn, value in episode.items():
+            by_turn.setdefault(turn, []).append(value)
+    means = {turn: sum(values) / len(values) for turn, values in by_turn.items()}
+    return [
+        values - torch.tensor([means[turn] for turn in own.tolist()], dtype=values.dtype)
+        for own, values in zip(turns, process, strict=True)
+    ]
+
+
 def whiten(values: Tensor) -> Tensor:
     """Zero mean and unit deviation (n,); equal values give zeros, a single one is left as it is. Always finite."""
     if len(values) < 2:

@@ -26,7 +26,7 @@ from prm.env import Env, EnvFactory, Episode
 from prm.errors import UsageError
 from prm.parallel import ALONE, Ranks
 from prm.render import prompt
-from rl.advantages import explained_variance, gae, group_advantages, whiten
+from rl.advantages import explained_variance, gae, group_advantages, step_credit, whiten
 from rl.monitor import Line, Monitor, MonitorConfig, Played, check_boards, describe
 from rl.policies import TransformersPolicy
 from rl.rewards import Reward, RewardConfig
@@ -50,13 +50,16 @@ class PPOConfig(MonitorConfig, RewardConfig):
     advantages: str = option(
         "gae", "gae: a critic; rloo, grpo: other episodes of the same seed", choices=("gae", "rloo", "grpo")
     )
+    credit: str = option(
+        "return", "process rewards: in the return, or each to its own step alone", choices=("return", "step")
+    )
     group: int = option(8, "rloo and grpo: episodes a seed")
     gamma: float = option(1.0, "discount, per policy token")
     gae_lambda: float = option(0.95, "GAE's lambda, per policy token")
     clip: float = option(0.2, "clip range of the ratio")
     value_clip: float = option(0.2, "clip range of the value; 0 is none")
     kl: float = option(0.01, "coefficient of the KL to the starting policy")
-    kl_form: str = option("k3", "k3, k2: in the loss; k1: in the reward", choices=("k3", "k2", "k1"))
+    kl_form: str = option("k2", "k2, k3: in the loss; k1: in the reward", choices=("k2", "k3", "k1"))
     kl_adaptive: bool = option(True, "halve the coefficient below an episode KL of 0.5, double above 5, to tenfold")
     kl_stop: float = option(0.0, "end an update's passes when the KL to its own start, a token, is above; 0 is never")
     entropy: float = option(0.0, "coefficient of an entropy bonus")
@@ -94,6 +97,8 @@ class Sample:
         places: indices of the policy's tokens in `ids`, n of them.
         logprobs: (n,) log-probabilities when sampled.
         rewards: (n,) rewards; a step's reward on its last policy token.
+        process: (n,) the process reward of each token's own step, where it is not in `rewards` (credit "step").
+        turns: (n,) the number of each token's step.
         bootstraps: the episode was cut, so its last state has a value (that of the state after all of `ids`).
         kl: set by `learn`: the KL of the episode to the reference, in nats (the k1 estimate).
     """
@@ -104,6 +109,8 @@ class Sample:
     rewards: Tensor
     bootstraps: bool = False
     kl: float = 0.0
+    process: Tensor | None = None
+    turns: Tensor | None = None
 
 
 def train(
@@ -244,7 +251,8 @@ def _play(
     rewards = reward(batch, trajectories, scores)
     pairs = []
     for i, ((place, _), episode) in enumerate(zip(own, batch, strict=True)):
-        made = sample(policy, episode, rewards[i].total)
+        process = rewards[i].process if config.credit == "step" else None
+        made = sample(policy, episode, rewards[i].total, process)
         failed = sum(bool(info.get("error") or info.get("blocked")) for info in episode.infos)
         tokens = len(made.places), len(made.ids)
         seen = Played(trajectories[i], rewards[i], scores[i] if scores else None, failed, episode.cut, *tokens)
@@ -256,14 +264,21 @@ def _play(
 # --- the algorithm ----------------------------------------------------------------------------------------------------
 
 
-def sample(policy: TransformersPolicy, episode: Episode, rewards: Sequence[float]) -> Sample:
-    """An episode as ids and places. Its ids are what the policy read and sampled, nothing is encoded again."""
+def sample(
+    policy: TransformersPolicy, episode: Episode, rewards: Sequence[float], process: Sequence[float] | None = None
+) -> Sample:
+    """An episode as ids and places. Its ids are what the policy read and sampled, nothing is encoded again.
+
+    `rewards` are those of the T steps, whole; `process` is the part of them that is credited to its own step alone.
+    """
     history = episode.history
     layout = policy.layout(history.tools)
     ids: list[int] = []
     places: list[int] = []
     logprobs: list[float] = []
     placed: list[float] = []
+    turns: list[int] = []
+    own = process or [0.0] * len(rewards)
     for t, action in enumerate(history.actions):
         if action.token_ids is None or action.logprobs is None:
             raise UsageError("PPO trains on sampled ids: this policy's actions have none")
@@ -273,12 +288,16 @@ def sample(policy: TransformersPolicy, episode: Episode, rewards: Sequence[float
         logprobs += action.logprobs
         placed += [0.0] * len(action.token_ids)
         if placed:  # where nothing was sampled, what the step earned belongs to the tokens that led there
-            placed[-1] += rewards[t]
+            placed[-1] += rewards[t] - own[t]
+        turns += [t] * len(action.token_ids)
         ids = ids + list(action.token_ids)
     bootstraps = episode.truncated and episode.outcome is None
     if bootstraps:
         ids = prompt(history, policy.tokenizer, layout)
-    return Sample(ids, places, torch.tensor(logprobs), torch.tensor(placed), bootstraps)
+    made = Sample(ids, places, torch.tensor(logprobs), torch.tensor(placed), bootstraps)
+    if process is not None:
+        made.process, made.turns = torch.tensor([own[t] for t in turns]), torch.tensor(turns)
+    return made
 
 
 def adapt_kl(coefficient: float, kl: float, start: float = 0.0) -> float:
@@ -361,6 +380,10 @@ def learn(
     else:
         advantages = group_advantages(group_rewards, config.group, config.gamma, scale=config.advantages == "grpo")
         advantages = [a for s, a in zip(everyone, advantages, strict=True) if s.places]
+    if config.credit == "step":
+        pairs = [(s.process, s.turns) for s in samples if s.process is not None and s.turns is not None]
+        own = step_credit([p for p, _ in pairs], [t for _, t in pairs])
+        advantages = [a + c for a, c in zip(advantages, own, strict=True)]
     if critic or config.advantages == "rloo":
         advantages = list(whiten(torch.cat(advantages)).split([len(a) for a in advantages]))
     warm = critic and update < config.critic_warmup

@@ -5,9 +5,11 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prm.errors import DataError
-from rl.advantages import group_advantages, returns_to_go
+from rl.advantages import group_advantages, returns_to_go, step_credit
 
 
 def togo(rewards, gamma):
@@ -53,3 +55,26 @@ def test_half_a_group_is_refused(n, group):
 
 def test_returns():
     assert returns_to_go(torch.tensor([0.3, 0.0, 0.7]), 0.5).tolist() == pytest.approx([0.475, 0.35, 0.7])
+
+
+def test_a_step_is_credited_with_its_own_progress_alone():
+    """Episodes of two and three steps, tokens repeated: the mean of the step's number is taken off, step by step."""
+    process = [torch.tensor([0.5, 0.5, -0.2]), torch.tensor([0.1, 0.4, 0.4, 0.3])]
+    turns = [torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1, 2])]
+    got = step_credit(process, turns)
+    assert got[0].tolist() == pytest.approx([0.2, 0.2, -0.3])
+    assert got[1].tolist() == pytest.approx([-0.2, 0.3, 0.3, 0.0]), "a step alone with its number gets nothing"
+    assert step_credit([], []) == []
+
+
+@given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1, max_size=6), st.integers(1, 4))
+def test_step_credit_knows_no_tokens_and_no_later_steps(episodes, tokens):
+    turns = [torch.arange(len(e)) for e in episodes]
+    whole = step_credit([torch.tensor(e) for e in episodes], turns)
+    longer = step_credit(
+        [torch.tensor(e).repeat_interleave(tokens) for e in episodes], [t.repeat_interleave(tokens) for t in turns]
+    )
+    for one, more in zip(whole, longer, strict=True):
+        assert torch.allclose(one.repeat_interleave(tokens), more, atol=1e-6)
+    first = step_credit([torch.tensor(e[:1]) for e in episodes], [t[:1] for t in turns])
+    assert [f[0].item() for f in first] == pytest.approx([w[0].item() for w in whole], abs=1e-6)

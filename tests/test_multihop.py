@@ -270,6 +270,10 @@ def test_the_step_limit():
         assert [r[3] for r in results] == [False] * (limit - 1) + [True]
         assert not any(r[2] for r in results)
         assert results[-1][1] == -1.0 and results[-1][4] == {"success": False}
+    for spare in (0, 2):
+        env = start(LIMA, spare=spare)
+        results = [env.step("search: zzz") for _ in range(len(LIMA.hops) + 1 + spare)]
+        assert [r[3] for r in results] == [False] * (len(results) - 1) + [True]
     env = start(LIMA, max_steps=1)
     assert env.step("???") == (f"{USAGE}\n{LATE}", -1.0, False, True, {"error": "invalid", "success": False})
     env = start(LIMA, max_steps=1)
@@ -293,7 +297,8 @@ def test_steps_outside_an_episode():
 
 @pytest.mark.parametrize(
     "parameters", [{"split": "valid"}, {"split": None}, {"hops": 1}, {"hops": ()}, {"hops": (2, 5)}, {"hops": "2"},
-                   {"hops": True}, {"max_steps": 0}, {"max_steps": 2.5}, {"snippets": 0}, {"snippets": True}]
+                   {"hops": True}, {"max_steps": 0}, {"max_steps": 2.5}, {"snippets": 0}, {"snippets": True},
+                   {"spare": -1}, {"spare": True}, {"spare": 0, "max_steps": 4}]
 )  # fmt: skip
 def test_parameters_that_make_no_sense(parameters):
     with pytest.raises(UsageError, match=next(iter(parameters))):

@@ -132,6 +132,16 @@ def test_what_the_forms_of_the_kl_in_the_loss_do():
         assert torch.allclose(gradient((logp.exp().detach() * form(logp, logq)).sum()), expected, atol=1e-6)
 
 
+def test_step_credit_takes_the_progress_out_of_the_returns(tokenizer):
+    policy = tiny(tokenizer)
+    for episode in played(policy):
+        one = sample(policy, episode, [0.1, 0.2, 1.3], [0.1, 0.2, 0.3])
+        lengths = [len(a.token_ids) for a in episode.history.actions]
+        assert one.rewards.sum().item() == pytest.approx(1.0) and one.rewards[-1].item() == pytest.approx(1.0)
+        assert one.turns.tolist() == [t for t, n in enumerate(lengths) for _ in range(n)]
+        assert one.process.tolist() == pytest.approx([(0.1, 0.2, 0.3)[t] for t in one.turns.tolist()])
+
+
 def test_the_samples_hold_what_was_sampled(tokenizer):
     policy = tiny(tokenizer)
     for episode in played(policy):

@@ -353,6 +353,8 @@ class MultiHop:
         out_of_steps: what the last step pays when the limit is reached without an answer, in place of its own reward.
         invalid: what an action that cannot be read pays.
         max_steps: the step limit; None allows two more than the question has hops, and at least 5.
+        spare: the step limit of each question: so many steps more than its hops and the answer take, in place of
+            `max_steps`. With 0 every slip is fatal.
         snippets: how many facts a search returns at most.
 
     Raises:
@@ -363,7 +365,7 @@ class MultiHop:
     def __init__(
         self, split: str = "train", hops: int | Sequence[int] = HOPS, right: float = 1.0, wrong: float = -0.5,
         irrelevant_search: float = -0.1, out_of_steps: float = -1.0, invalid: float = -0.1,
-        max_steps: int | None = None, snippets: int = 3,
+        max_steps: int | None = None, snippets: int = 3, spare: int | None = None,
     ) -> None:  # fmt: skip
         self._split, self._hops = _checked_split(split), _checked_hops(hops)
         self._right, self._wrong, self._irrelevant = right, wrong, irrelevant_search
@@ -371,7 +373,11 @@ class MultiHop:
         for name, number in (("max_steps", 1 if max_steps is None else max_steps), ("snippets", snippets)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UsageError(f"{name} must be an integer >= 1, got {number!r}")
-        self._max_steps, self._snippets = max_steps, snippets
+        if spare is not None and (isinstance(spare, bool) or not isinstance(spare, int) or spare < 0):
+            raise UsageError(f"spare must be an integer >= 0, got {spare!r}")
+        if spare is not None and max_steps is not None:
+            raise UsageError("max_steps and spare are two ways to say one thing: give one")
+        self._max_steps, self._snippets, self._spare = max_steps, snippets, spare
         self._random = random.Random()
         self._question: Question | None = None
         self._steps, self._over = 0, False
@@ -426,7 +432,9 @@ class MultiHop:
         else:
             observation, reward = USAGE, self._invalid
             info["error"] = "invalid"
-        if self._steps < (self._max_steps or max(5, len(self._question.hops) + 2)):
+        hops = len(self._question.hops)
+        limit = self._max_steps or (max(5, hops + 2) if self._spare is None else hops + 1 + self._spare)
+        if self._steps < limit:
             return observation, reward, False, False, info
         self._over = True
         return f"{observation}\n{LATE}", self._late, False, True, {**info, "success": False}
