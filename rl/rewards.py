@@ -27,6 +27,7 @@ class RewardConfig:
     outcome_weight: float = option(1.0, "weight of the outcome, on the last step")
     environment_weight: float = option(0.0, "weight of the environment's own step rewards")
     baseline: float = option(0.0, "progress: the score before the first step")
+    known_end: bool = option(True, "where the outcome is known it is the last step's score, not what the PRM guesses")
     repeat_penalty: float = option(-0.1, "for an action that was taken before in the episode")
     invalid_penalty: float = option(-0.1, "for an action that the environment could not read (info['error'])")
     limit_penalty: float = option(0.0, "on the last step of an episode that ran out of steps")
@@ -145,7 +146,7 @@ class Reward:
             step_rewards(
                 [a.text for a in episode.history.actions],
                 self.config,
-                scores=scores[i] if scores else None,
+                scores=self._ended(scores[i], episode) if scores else None,
                 outcome=episode.outcome,
                 environment=episode.rewards,
                 infos=episode.infos,
@@ -154,6 +155,15 @@ class Reward:
             )
             for i, episode in enumerate(episodes)
         ]
+
+    def _ended(self, scores: list[float], episode: Episode) -> list[float]:
+        """The scores, the last one being the outcome where the episode is over: P(success) is then known.
+
+        A PRM sees few right answers where success is rare, and scores them like the wrong ones; paid as progress that
+        teaches never to answer. Where it overrates answers, it teaches to answer anything.
+        """
+        known = self.config.known_end and scores and episode.outcome is not None
+        return [*scores[:-1], episode.outcome or 0.0] if known else scores
 
     def freeze(self, path: Path, *, going_on: bool = False, **more: Any) -> None:
         """Write the reward's configuration, whole or not at all, with what else `load_frozen` is to know.
@@ -185,10 +195,14 @@ def load_frozen(run: Any) -> tuple[RewardConfig, dict[str, Any]]:
         raise DataError(f"{path}: {error}") from None
     known = {f.name for f in dataclasses.fields(RewardConfig)}
     given = row.get("reward") if isinstance(row, dict) and row.get("format") == 1 else None
+    if isinstance(given, dict):
+        given = {"known_end": False, **given}  # runs that were trained before there was a choice
     if not isinstance(given, dict) or set(given) != known:
         raise DataError(f"{path}: expected format 1 with a reward of {', '.join(sorted(known))}")
     for name, value in given.items():
-        if name != "shape" and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if name == "known_end" and not isinstance(value, bool):
+            raise DataError(f"{path}: known_end must be true or false, got {value!r:.40}")
+        if name not in ("shape", "known_end") and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise DataError(f"{path}: {name} must be a number, got {value!r:.40}")
     if given["shape"] not in SHAPES:
         raise DataError(f"{path}: shape must be one of {', '.join(SHAPES)}, got {given['shape']!r:.40}")

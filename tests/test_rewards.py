@@ -1,13 +1,15 @@
 """Rewards: the formulas, and what cannot be earned by padding, repeating or calling."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prm.env import Action, Episode
 from prm.errors import DataError, UsageError
-from rl.rewards import RewardConfig, shape_scores, step_rewards
+from rl.rewards import Reward, RewardConfig, shape_scores, step_rewards
 
 SCORES = [0.9, 0.8, 0.2]
 PADDED = [0.9, 0.8, *[0.97] * 10, 0.2]
@@ -88,3 +90,37 @@ def test_lists_of_another_length_are_refused():
 
 def test_an_episode_without_steps_earns_nothing():
     assert step_rewards([], RewardConfig(), scores=[], outcome=1.0).total == []
+
+
+class Quiz:
+    """One step: "right" succeeds, "wrong" fails, anything else goes on."""
+
+    def reset(self, *, seed=None, options=None):
+        return "quiz", {}
+
+    def step(self, action):
+        over = action in ("right", "wrong")
+        return "said", 0.0, over, False, {"success": action == "right"} if over else {}
+
+
+@pytest.mark.parametrize("guess", [0.16, 0.9])
+@pytest.mark.parametrize("shape", ["progress", "worst", "raw"])
+@pytest.mark.filterwarnings("ignore:.*pays for every step")
+def test_what_is_known_at_the_end_is_not_guessed(guess, shape):
+    """A PRM that gives each answer one score teaches neither to answer anything nor never to answer."""
+    reward = Reward(RewardConfig(shape=shape, process_weight=1.0), lambda ts: [[0.7] * len(t.steps) for t in ts])
+    paid = {}
+    for last in ("right", "wrong", "wait"):
+        episode = Episode(Quiz(), 0)
+        for action in ("look", last):
+            episode.step(Action(action))
+        scores = [[0.7, guess]]
+        (own,) = reward([episode], [episode.trajectory()], scores)
+        assert scores == [[0.7, guess]], "what the PRM said is logged as it said it"
+        paid[last] = own.process
+        as_scored = replace(reward, config=replace(reward.config, known_end=False))
+        (own,) = as_scored([episode], [episode.trajectory()], scores)
+        assert own.process == pytest.approx(shape_scores([0.7, guess], shape))
+    assert paid["right"] == pytest.approx(shape_scores([0.7, 1.0], shape))
+    assert paid["wrong"] == pytest.approx(shape_scores([0.7, 0.0], shape))
+    assert paid["wait"] == pytest.approx(shape_scores([0.7, guess], shape)), "an episode that is not over is scored"
